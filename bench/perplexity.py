@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--llama", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
@@ -87,6 +88,7 @@ def main() -> None:
         folder,
         threads=asked.threads,
         quantization=asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
         kv_pages=CHUNK // 16 + 1,
         prefix_cache=False,
     )

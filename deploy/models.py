@@ -74,7 +74,9 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
         raise RunError(str(error)) from error
 
 
-def fetch_models(names: Sequence[str], dtype: str, quantization: str, gpu_memory: float | None) -> None:
+def fetch_models(
+    names: Sequence[str], dtype: str, quantization: str, kv_cache_dtype: str, gpu_memory: float | None
+) -> None:
     """Makes models ready, and says where they are and what they take of a CPU's memory, or of `gpu_memory` GiB of a GPU
     that they share; the demo is a pair. Raises `UsageError` and `RunError`."""
     workers = []
@@ -84,7 +86,8 @@ def fetch_models(names: Sequence[str], dtype: str, quantization: str, gpu_memory
                 folder = fetch(name, role, reporter)
             say(f"{name} {role.value}: {folder}")
             try:
-                engine = EngineSettings(name, dtype, quantization, "cpu" if gpu_memory is None else "cuda")
+                device = "cpu" if gpu_memory is None else "cuda"
+                engine = EngineSettings(name, dtype, quantization, device, kv_cache_dtype=kv_cache_dtype)
                 memory = worker_memory(engine, role)
             except UsageError as error:
                 if gpu_memory is not None:

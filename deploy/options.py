@@ -29,6 +29,11 @@ class Dtype(Enum):
     FLOAT32 = "float32"
 
 
+class KvCacheDtype(Enum):
+    AUTO = "auto"
+    INT8 = "int8"
+
+
 class Quantization(Enum):
     AUTO = "auto"
     NONE = "none"
@@ -69,6 +74,9 @@ class ModelSettings(_Frozen):
         le=LONGEST_LOOKUP_MATCH,
     )
     dtype: Dtype = described(Dtype.AUTO, "dtype of weights and KV; `auto`: the checkpoint's if the device suits it.")
+    kv_cache_dtype: KvCacheDtype = described(
+        KvCacheDtype.AUTO, "KV in dtype (`auto`), or in 8 bits with a scale for each position and KV head."
+    )
     quantization: Quantization = described(
         Quantization.AUTO,
         "Weights: as the checkpoint has them, expanded to dtype (`none`), or those of a plain one rounded.",
@@ -259,6 +267,7 @@ class RunSettings(_Frozen):
         return self.engine.for_worker(
             model=models.target if role is Role.TARGET else models.draft_name,
             dtype=models.dtype.value,
+            kv_cache_dtype=models.kv_cache_dtype.value,
             quantization=models.quantization.value,
             device=device,
             threads=self.threads_per_worker(),
@@ -299,5 +308,10 @@ class VerifySettings(RunSettings):
             raise ValueError(
                 f"quantization is {self.models.quantization.value}, must be auto or none with --reference "
                 "generate: transformers does not round weights"
+            )
+        if self.reference is not None and self.models.kv_cache_dtype is not KvCacheDtype.AUTO:
+            raise ValueError(
+                f"kv_cache_dtype is {self.models.kv_cache_dtype.value}, must be auto with --reference generate: "
+                "transformers does not round KV"
             )
         return self

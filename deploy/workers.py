@@ -68,6 +68,7 @@ def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
             engine.tensor_parallel_size,
             engine.quantization,
             DTYPES if engine.device == "cpu" else GPU_CODE_DTYPES,
+            engine.quantized_kv,
         )
     except GpuMemoryError as error:
         raise UsageError(str(error)) from error

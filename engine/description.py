@@ -10,8 +10,8 @@ class EngineDescription:
     """Fields as in protos/worker.proto, WorkerDescription; the last two are for reports and stay in the process.
 
     An empty `tokenizer_digest` fits any vocabulary. `quantization` is that of the weights as they are computed with,
-    such as "none", "int8" or "awq". `attention` is what attends: "triton kernel", "CPU kernel" or
-    "matrix products". `graphed_row_counts`: of passes that are CUDA graphs.
+    such as "none", "int8" or "awq", and `kv_cache_dtype` that of elements of KV. `attention` is what attends: "triton
+    kernel", "CPU kernel" or "matrix products". `graphed_row_counts`: of passes that are CUDA graphs.
     """
 
     model_id: str
@@ -27,5 +27,6 @@ class EngineDescription:
     threads: int = 1
     kv_bytes_per_token: int = 0
     quantization: str = "none"
+    kv_cache_dtype: str = ""
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()

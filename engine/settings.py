@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from engine.cpu.isa import CPU_ISAS
+from engine.kv.kv_store import KV_INT8
 from engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", KV_INT8)
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
 MOST_RANKS = 64
@@ -20,8 +22,9 @@ class EngineSettings:
     """Settings of one engine. Raises `ValueError` naming field, value and limit.
 
     `model` is a folder with a Hugging Face model, or a hub id. `dtype` "auto" takes the checkpoint's own where the
-    device computes it well. `quantization` "auto" keeps weights as the checkpoint has them, "none" expands quantised
-    ones to `dtype`, and "int8" and "int4" round those of a plain checkpoint.
+    device computes it well. `kv_cache_dtype` "auto" keeps KV in that dtype, "int8" as codes with scales. `quantization`
+    "auto" keeps weights as the checkpoint has them, "none" expands quantised ones to `dtype`, and "int8" and "int4"
+    round those of a plain checkpoint.
     `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of `SPOOL_CPU_ISA`, or not at all.
     `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
@@ -52,6 +55,7 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.9
     gpu_peers: tuple[ModelMemory, ...] = ()
     tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> Self:
@@ -66,9 +70,15 @@ class EngineSettings:
         peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
         return cls(**{**settings, "gpu_peers": peers})
 
+    @property
+    def quantized_kv(self) -> bool:
+        return self.kv_cache_dtype == KV_INT8
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, must be one of {', '.join(KV_CACHE_DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization is {self.quantization!r}, must be one of {', '.join(QUANTIZATIONS)}")
         if self.cpu_isa not in CPU_ISAS:

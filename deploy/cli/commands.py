@@ -16,7 +16,7 @@ from deploy.cli.command_options import takes_fields, takes_settings
 from deploy.cli.config import Overrides, chosen_file, config_app
 from deploy.config.loading import GivenValue, load_configuration
 from deploy.errors import UsageError
-from deploy.options import Dtype, GenerateSettings, Quantization, VerifySettings
+from deploy.options import Dtype, GenerateSettings, KvCacheDtype, Quantization, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
 App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
@@ -64,6 +64,7 @@ def fetch_command(
         list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, GGUF files, or hub ids of models.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="dtype that the models are to have.")] = Dtype.AUTO,
+    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="What their KV is to be kept in.")] = KvCacheDtype.AUTO,
     quantization: Annotated[Quantization, typer.Option(help="What is to become of their weights.")] = Quantization.AUTO,
     gpu_memory: Annotated[
         float | None, typer.Option(metavar="GIB", min=0, help="Memory of a GPU that all of them are to share.")
@@ -72,7 +73,7 @@ def fetch_command(
     """Downloads and prepares models, so that later commands start at once, and says what memory they take."""
     from deploy.models import fetch_models
 
-    fetch_models(names or [], dtype.value, quantization.value, gpu_memory)
+    fetch_models(names or [], dtype.value, quantization.value, kv_cache_dtype.value, gpu_memory)
     return 0
 
 

@@ -238,6 +238,7 @@ class SpoolConfig(Section):
         return self.engine.for_worker(
             model=self.model(role),
             dtype=self.models.dtype.value,
+            kv_cache_dtype=self.models.kv_cache_dtype.value,
             quantization=self.models.quantization.value,
             device=device,
             threads=threads,

@@ -20,7 +20,7 @@ Write = Callable[[dict[str, Any]], None]
 def settings_digest(settings: RunSettings, vocabulary_digest: bytes) -> str:
     """Equal for settings that give equal text: model, numbers and sampling, but not how the work is organised."""
     models = settings.models
-    numbers = [models.dtype.value, models.quantization.value, models.exact]
+    numbers = [models.dtype.value, models.kv_cache_dtype.value, models.quantization.value, models.exact]
     content = [
         [models.target, vocabulary_digest.hex(), *numbers, settings.engine.max_model_len],
         settings.sampling.model_dump(mode="json"),

@@ -169,7 +169,7 @@ class MatmulPlan:
         # The query heads of a KV head become rows of one product, so that K and V are not repeated.
         queries = query.index_select(0, call.queries).view(n, -1, kv_heads, heads // kv_heads, head_dim)
         queries = queries.transpose(1, 2).reshape(n * kv_heads, -1, head_dim)
-        keys, values = layer.chunks.index_select(0, call.chunks).view(2, n * kv_heads, -1, head_dim)
+        keys, values = layer.gather(call.chunks).view(2, n * kv_heads, -1, head_dim)
         mask = call.mask(rule.window, query.dtype)
         if rule.softcap is None:
             scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=rule.scaling)

@@ -41,9 +41,8 @@ class PagedStep(Cache):
         """Writes `[rows, kv_heads, head_dim]` to the pages."""
         if self._rows is None:
             self._rows = self.kv.rows(self.slots)
-        pools = self.kv.layers[layer].rows
-        for pool, states in zip(pools, (keys, values), strict=True):
-            pool.index_copy_(0, self._rows, states.reshape(-1, states.shape[-1]))
+        flat = (states.reshape(-1, states.shape[-1]) for states in (keys, values))
+        self.kv.layers[layer].write(self._rows, *flat)
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The `signed_rotation` of the pass, the same for every layer."""

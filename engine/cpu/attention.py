@@ -45,10 +45,11 @@ class KernelPlan:
             longest=blocks.longest,
             page_size=step.kv.page_size,
             page_count=step.kv.pages,
+            quantized=step.kv.quantized,
         )
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, rule)
+        return self._kernels.attend(query.contiguous(), layer, self._blocks, rule)
 
 
 class KernelBackend:

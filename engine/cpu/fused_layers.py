@@ -64,7 +64,7 @@ class FusedDecoderLayer(LlamaLayer):
         rows = kernels.norm(residual, *self._attention_norm)
         rotation = paged_step.rotation(position_embeddings)
         queries = kernels.rotate_write(
-            self._qkv(rows), rotation, paged_step.slots, layer.pool, self._query_heads, self._head_norms
+            self._qkv(rows), rotation, paged_step.slots, layer, self._query_heads, self._head_norms
         )
         attended = self._out(paged_step.plan.attend(layer, queries, self._rule).flatten(1))
         rows = kernels.add_norm(residual, attended, *self._mlp_norm)

@@ -16,6 +16,7 @@ import torch
 from engine.attention.backends import AttentionRule
 from engine.cpu.build import CompilationError, compiled_library
 from engine.cpu.isa import AUTO, chosen_isa
+from engine.kv.paged_kv import LayerKv
 from engine.models.source import Progress
 from engine.quantization.weights import QuantizedWeight
 
@@ -104,7 +105,7 @@ class LayerPass(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "pages", "blocks", "scratch")),
         *((name, ctypes.c_ssize_t) for name in ("rows", "block_count", "max_rows", "longest")),
-        *((name, ctypes.c_ssize_t) for name in ("page_size", "page_count")),
+        *((name, ctypes.c_ssize_t) for name in ("page_size", "page_count", "quantized")),
     )
 
 
@@ -159,8 +160,8 @@ class CpuKernels:
         self._norm = function("spool_norm", [pointer] * 3 + [size] * 2 + [number])
         self._add_norm = function("spool_add_norm", [pointer] * 4 + [size] * 2 + [number])
         self._silu_mul = function("spool_silu_mul", [pointer] * 2 + [size] * 2)
-        self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 6)
-        self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 5, ctypes.c_int)
+        self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 7)
+        self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 6, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
@@ -268,23 +269,22 @@ class CpuKernels:
         qkv: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
-        pool: torch.Tensor,
+        layer: LayerKv,
         query_heads: int,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     ) -> torch.Tensor:
         """Queries `[rows, query_heads, head_dim]` of `qkv`, rotated; writes keys, rotated, and values to their slots.
 
         `rotation`: cosines and signed sines, float32 `[rows, 1, head_dim]`; `slots` int64 `[rows]`, positions counted
-        through the pages of `pool` `[2, pages, kv_heads, page_size, head_dim]`; `norms`: weights for queries and for
-        keys, and epsilon, where they are normalized before.
+        through the pages of `layer`; `norms`: weights for queries and for keys, and epsilon, where they are normalized
+        before.
         """
         rows = qkv.shape[0]
-        pages, kv_heads, page_size, head_dim = pool.shape[1:]
-        queries = qkv.new_empty(rows, query_heads, head_dim)
+        queries = qkv.new_empty(rows, query_heads, layer.head_dim)
         query_norm, key_norm, epsilon = norms or (None, None, 0.0)
         self._rotate_write(
             queries.data_ptr(),
-            pool.data_ptr(),
+            layer.pool.data_ptr(),
             qkv.data_ptr(),
             rotation[0].data_ptr(),
             rotation[1].data_ptr(),
@@ -294,25 +294,21 @@ class CpuKernels:
             epsilon,
             rows,
             query_heads,
-            kv_heads,
-            head_dim,
-            page_size,
-            pages,
+            *_sizes(layer),
         )
         return queries
 
     def attend(
-        self, queries: torch.Tensor, pool: torch.Tensor, blocks: AttentionBlocks, rule: AttentionRule
+        self, queries: torch.Tensor, layer: LayerKv, blocks: AttentionBlocks, rule: AttentionRule
     ) -> torch.Tensor:
-        """Causal attention of `queries` `[rows, query_heads, head_dim]` over `pool` (as above), to the same shape; 0
+        """Causal attention of `queries` `[rows, query_heads, head_dim]` over the pages of `layer`, to the same shape; 0
         for rows of no block. Raises MemoryError.
         """
         outputs, described = torch.zeros_like(queries), kernel_rule(rule)
-        page_count, kv_heads, page_size, head_dim = pool.shape[1:]
         failed = self._attend(
             outputs.data_ptr(),
             queries.data_ptr(),
-            pool.data_ptr(),
+            layer.pool.data_ptr(),
             blocks.pages.ctypes.data,
             blocks.edges.ctypes.data,
             len(blocks.edges),
@@ -320,10 +316,7 @@ class CpuKernels:
             blocks.longest,
             ctypes.addressof(described),
             queries.shape[1],
-            kv_heads,
-            head_dim,
-            page_size,
-            page_count,
+            *_sizes(layer),
         )
         if failed:
             raise MemoryError(_NO_MEMORY)
@@ -365,6 +358,11 @@ class CpuKernels:
         tokens = None if token_ids is None else token_ids.data_ptr()
         pointers = (scores.data_ptr(), rows.ctypes.data, allowed.ctypes.data, tokens)
         self._forbid(*pointers, len(rows), scores.stride(0), scores.shape[1], allowed.shape[1])
+
+
+def _sizes(layer: LayerKv) -> tuple[int, ...]:
+    """As functions over pages take them."""
+    return layer.kv_heads, layer.head_dim, layer.page_size, layer.pages, layer.quantized
 
 
 def _panel_bytes(part: QuantizedWeight, scales: torch.dtype) -> torch.Tensor:

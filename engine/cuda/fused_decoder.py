@@ -47,7 +47,7 @@ class CudaDecoderLayer(LlamaLayer):
         added by then."""
         kv, overlap = paged_step.kv.layers[self._index], self._overlap
         qkv = self._product(self._qkv, add_norm(residual, added, *self._attention_norm, overlap))
-        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv.pool, self._query_heads, self._head_norms, overlap)
+        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv, self._query_heads, self._head_norms, overlap)
         attended = self._product(self._out, paged_step.plan.attend(kv, queries, self._rule).flatten(1))
         gate_up = self._product(self._gate_up, add_norm(residual, attended, *self._mlp_norm, overlap))
         return self._product(self._down, silu_mul(gate_up, residual.dtype, overlap))

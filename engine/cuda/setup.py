@@ -99,10 +99,11 @@ def load_gpu_passes(
     graphs: bool,
     progress: Progress,
     has_rules: bool = False,
+    quantized_kv: bool = False,
 ) -> GpuPasses | None:
     """For `heads`: query heads, KV heads, dimensions of a head; `has_rules`: whether layers have windows, soft caps or
-    sinks. None, with a warning, where the kernel of attention is of no use; without one, products and layers are
-    torch's, too."""
+    sinks; `quantized_kv`: whether KV is kept as codes. None, with a warning, where the kernel of attention is of no
+    use; without one, products and layers are torch's, too."""
     progress("making the GPU kernels", None)
     try:
         import triton
@@ -113,7 +114,8 @@ def load_gpu_passes(
             return TritonBackend(heads[0], heads[1], page_size, device)
 
         with current(device):
-            differences = [_difference(backend, dtype, device, heads, by_rules) for by_rules in {False, has_rules}]
+            tried = (dtype, device, heads, quantized_kv)
+            differences = [_difference(backend, *tried, by_rules) for by_rules in {False, has_rules}]
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("attention by matrix products, as its Triton kernel cannot be made: %s", error)
@@ -197,15 +199,16 @@ def _difference(
     dtype: torch.dtype,
     device: torch.device,
     heads: tuple[int, int, int],
+    quantized_kv: bool,
     by_rules: bool,
 ) -> float:
     """The largest one between attention by the kernel and by products in float32 on the CPU, on the same random KV."""
     page_size = 16
     query_heads, kv_heads, head_dim = heads
-    kv = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, dtype, device)
+    kv = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, dtype, device, quantized_kv)
     generator = torch.Generator().manual_seed(0)
     layer = kv.layers[0]
-    layer.pool.copy_(torch.randn(layer.pool.shape, generator=generator))
+    layer.fill(torch.randn((2, kv.pages, kv_heads, page_size, head_dim), generator=generator))
     rule = AttentionRule(head_dim**-0.5)
     if by_rules:
         rule = AttentionRule(head_dim**-0.5, _TRIAL_WINDOW, 2.0, torch.linspace(-1, 1, query_heads))
@@ -219,7 +222,7 @@ def _difference(
     found = backend(page_size).plan(spans, rows).attend(layer, query, on_device)
     cpu = torch.device("cpu")
     exact = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, torch.float32, cpu)
-    exact.layers[0].pool.copy_(layer.pool)
+    exact.layers[0].fill(layer.content())
     products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, exact.pages, cpu)
     expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), rule)
     return float((found.to(cpu, torch.float32) - expected).abs().max())

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from engine.attention.backends import AttentionRule, Span, cut_into_blocks
 from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
+from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
 
@@ -53,6 +54,7 @@ _ITEM_NUMBERS = tl.constexpr(6)
 # What rows that have seen nothing have for their highest score: less than scores are, and no cause of NaN.
 _LOWEST = tl.constexpr(-3.0e38)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 KEPT_ROWS = 1 << 17
 """Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
@@ -87,6 +89,8 @@ def _attend(  # type: ignore[no-untyped-def]
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     edges,
     numbers,
     kept_rows,
@@ -110,13 +114,15 @@ def _attend(  # type: ignore[no-untyped-def]
     overlap: tl.constexpr,
 ):
     """Items of one KV head. `scale`, or `softcap` where scores are `capped`, is for powers of 2; `window` 0: none;
-    `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are padded.
+    `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are padded. With scales, keys and values are codes
+    of 8 bits: these are multiplied, and scales multiply scores and weights.
 
     `kept_rows` `[splits, KV heads, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, KV
     heads, tile_queries, head_dim]`; `arrived` `[splits, KV heads]` counts the splits of a block that are kept, 0
     between launches.
     """
     kv_head = tl.program_id(1)
+    row_size: tl.constexpr = head_dim if key_scales is None else head_dim + _SCALE_BYTES
     tile_row = tl.arange(0, tile_queries)
     row = tile_row // group
     dimension = tl.arange(0, dimensions)
@@ -155,11 +161,16 @@ def _attend(  # type: ignore[no-untyped-def]
             # Unsigned, so that quotients by powers of 2 are shifts.
             place = position.to(tl.uint32)
             page = tl.load(numbers + first_page + place // page_size, mask=exists, other=0).to(tl.int32)
-            chunk = (page * kv_heads + kv_head).to(tl.int64) * (page_size * head_dim)
+            head_of_page = (page * kv_heads + kv_head).to(tl.int64)
+            chunk = head_of_page * (page_size * row_size)
             kv_places = (chunk + place % page_size * head_dim)[:, None] + dimension[None, :]
             is_kv = exists[:, None] & (dimension < head_dim)[None, :]
-            key = tl.load(keys + kv_places, mask=is_kv, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
+            key = tl.load(keys + kv_places, mask=is_kv, other=0).to(query.dtype)
+            scores = tl.dot(query, tl.trans(key), input_precision=precision)
+            if key_scales is not None:
+                scale_places = head_of_page * (page_size * row_size // _SCALE_BYTES) + place % page_size
+                scores *= tl.load(key_scales + scale_places, mask=exists, other=0.0)[None, :]
+            scores *= scale
             if capped:
                 # Of tanh(x) as 1 - 2 / (e^2x + 1).
                 scores = softcap - tl.div_rn(softcap * 2, tl.exp2(scores) + 1)
@@ -171,8 +182,11 @@ def _attend(  # type: ignore[no-untyped-def]
             higher = tl.maximum(split_highest, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             kept = tl.exp2(split_highest - higher)
-            value = tl.load(values + kv_places, mask=is_kv, other=0.0)
-            split_sums = tl.dot(weights.to(value.dtype), value, split_sums * kept[:, None], input_precision=precision)
+            value = tl.load(values + kv_places, mask=is_kv, other=0).to(query.dtype)
+            shares = weights
+            if value_scales is not None:
+                shares = weights * tl.load(value_scales + scale_places, mask=exists, other=0.0)[None, :]
+            split_sums = tl.dot(shares.to(value.dtype), value, split_sums * kept[:, None], input_precision=precision)
             split_total = tl.fma(split_total, kept, tl.sum(weights, 1))
             split_highest = higher
         is_done = first_kept < 0
@@ -266,14 +280,13 @@ class TritonPlan:
                 query.new_empty(*places, tile, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-            page_size, size = layer.pool.shape[3], query.element_size()
-            self._values = _launch_values(heads, layer.kv_heads, head_dim, page_size, size, self._overlap)
-        keys, values = layer.pool
+            size = query.element_size()
+            self._values = _launch_values(heads, layer.kv_heads, head_dim, layer.page_size, size, self._overlap)
         _attend[(self._programs, layer.kv_heads)](
             self._output,
             query.contiguous(),
-            keys,
-            values,
+            *layer.pool,
+            *layer.scales,
             self._item_count,
             self._items,
             *self._kept,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
+from engine.kv.kv_store import SCALE_BYTES
+from engine.kv.paged_kv import LayerKv
 
 # Heads that a program rotates. Few, so that one row alone keeps more than one multiprocessor busy.
 _TILE_HEADS = 4
@@ -20,9 +22,32 @@ _GATES = 1024
 # Numbers of a row for each warp that normalizes it, and the most warps.
 _NUMBERS_OF_A_WARP = 256
 _MAX_WARPS = 16
+# The smallest normal number.
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_ROUNDING = tl.constexpr(1.5 * 2**23)
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 HeadNorms = tuple[torch.Tensor, torch.Tensor, float]
 """Weights of the norms of a query head and of a key head, and their epsilon."""
+
+
+@triton.jit
+def _scale_of(first, second):  # type: ignore[no-untyped-def]
+    """Of rows in two halves, as `quantized_rows` (engine/kv/paged_kv.py) has it; `_codes`, too."""
+    # As whole numbers, magnitudes have the same order, with NaN above all.
+    magnitudes = tl.maximum(
+        first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    )
+    scale = tl.div_rn(tl.max(magnitudes, 1).to(tl.float32, bitcast=True), 127.0)
+    return tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
+
+
+@triton.jit
+def _codes(rows, scale):  # type: ignore[no-untyped-def]
+    codes = tl.div_rn(rows, tl.broadcast_to(scale[:, None], rows.shape))
+    codes = tl.where(tl.abs(codes) < 127.5, codes, 0.0)
+    # Adding this rounds to a whole number, to even from the middle between two.
+    return ((codes + _ROUNDING) - _ROUNDING).to(tl.int8)
 
 
 @triton.jit
@@ -36,6 +61,8 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     cos,
     sin,
     slots,
+    key_scales,
+    value_scales,
     query_norm,
     key_norm,
     epsilon,
@@ -48,7 +75,8 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     tile_heads: tl.constexpr,
     dimensions: tl.constexpr,
 ):
-    """Some heads of one row. `dimensions` is half a head's, padded."""
+    """Some heads of one row. `dimensions` is half a head's, padded. With scales, keys and values are written as codes
+    of 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     dimension = tl.arange(0, dimensions)
@@ -91,12 +119,29 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     tl.store(queries + query_places, rotated_first, mask=is_real & is_query)
     tl.store(queries + query_places + half, rotated_second, mask=is_real & is_query)
     kv_head = slot // page_size * kv_heads + (head - query_heads) % kv_heads
-    kv_places = (kv_head * page_size + slot % page_size)[:, None] * head_dim + dimension[None, :]
     is_key = is_real & (head >= query_heads)[:, None] & (head < query_heads + kv_heads)[:, None]
-    tl.store(keys + kv_places, rotated_first, mask=is_key)
-    tl.store(keys + kv_places + half, rotated_second, mask=is_key)
-    tl.store(values + kv_places, given_first, mask=is_real & is_value)
-    tl.store(values + kv_places + half, given_second, mask=is_real & is_value)
+    if key_scales is None:
+        kv_places = (kv_head * page_size + slot % page_size)[:, None] * head_dim + dimension[None, :]
+        tl.store(keys + kv_places, rotated_first, mask=is_key)
+        tl.store(keys + kv_places + half, rotated_second, mask=is_key)
+        tl.store(values + kv_places, given_first, mask=is_real & is_value)
+        tl.store(values + kv_places + half, given_second, mask=is_real & is_value)
+    else:
+        stored_first = tl.where(is_value, given_first, rotated_first).to(tl.float32)
+        stored_second = tl.where(is_value, given_second, rotated_second).to(tl.float32)
+        scale = _scale_of(stored_first, stored_second)
+        first_codes, second_codes = _codes(stored_first, scale), _codes(stored_second, scale)
+        head_bytes: tl.constexpr = page_size * (head_dim + _SCALE_BYTES)
+        kv_places = (kv_head * head_bytes + slot % page_size * head_dim)[:, None] + dimension[None, :]
+        tl.store(keys + kv_places, first_codes, mask=is_key)
+        tl.store(keys + kv_places + half, second_codes, mask=is_key)
+        tl.store(values + kv_places, first_codes, mask=is_real & is_value)
+        tl.store(values + kv_places + half, second_codes, mask=is_real & is_value)
+        scale_places = kv_head * (head_bytes // _SCALE_BYTES) + slot % page_size
+        is_key_head = (head >= query_heads) & (head < query_heads + kv_heads)
+        tl.store(key_scales + scale_places, scale, mask=is_key_head)
+        is_value_head = (head >= query_heads + kv_heads) & (head < query_heads + 2 * kv_heads)
+        tl.store(value_scales + scale_places, scale, mask=is_value_head)
 
 
 @triton.jit
@@ -195,31 +240,30 @@ def rotate_write(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    pool: torch.Tensor,
+    layer: LayerKv,
     query_heads: int,
     norms: HeadNorms | None,
     overlap: bool = False,
 ) -> torch.Tensor:
     """Gives rotated queries `[rows, query_heads, head_dim]`; writes rotated keys, and values, to `slots` `[rows]` of
-    `pool`, that of a `LayerKv`.
+    `layer`.
 
     `qkv`: of `[rows, (query_heads + 2 * kv_heads) * head_dim]`. `cos` and `sin`: `[rows, head_dim]`. With `norms`,
     queries and keys are normalized before.
     """
-    _, _, kv_heads, page_size, head_dim = pool.shape
+    kv_heads, head_dim = layer.kv_heads, layer.head_dim
     parts, rows, _ = qkv.sums.shape
-    queries = pool.new_empty(rows, query_heads, head_dim)
-    keys, values = pool
+    queries = layer.pool.new_empty(rows, query_heads, head_dim, dtype=layer.dtype)
     query_norm, key_norm, epsilon = norms or (None, None, 0.0)
     _rotate_write[(rows, triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS))](
         queries,
-        keys,
-        values,
+        *layer.pool,
         qkv.sums,
         qkv.bias,
         cos,
         sin,
         slots,
+        *layer.scales,
         query_norm,
         key_norm,
         epsilon,
@@ -228,7 +272,7 @@ def rotate_write(
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        page_size=page_size,
+        page_size=layer.page_size,
         tile_heads=_TILE_HEADS,
         dimensions=triton.next_power_of_2(head_dim // 2),
         num_warps=1,

@@ -37,12 +37,13 @@ class AttentionProbe:
         pages = -(-longest // kv.page_size)
         self._pages = [range(index * pages, (index + 1) * pages) for index in range(_SEQUENCES)]
         self._longest = longest
-        head_dim = self._layer.pool.shape[-1]
+        head_dim = self._layer.head_dim
         generator = torch.Generator().manual_seed(_SEED)
-        self._layer.pool.copy_(torch.randn(self._layer.pool.shape, generator=generator))
+        shape = (2, self._layer.pages, self._layer.kv_heads, kv.page_size, head_dim)
+        content = torch.randn(shape, generator=generator).to(self._layer.dtype)
         queries = torch.randn(_SEQUENCES, longest, query_heads, head_dim, generator=generator)
         self._rule = AttentionRule(head_dim**-0.5)
-        keys, values = self._layer.pool
+        keys, values = content
         for query, of_sequence, place in zip(queries, self._pages, _CANCELLING, strict=True):
             position = min(place, longest - 1)
             first, page, offset = of_sequence[0], of_sequence[position // kv.page_size], position % kv.page_size
@@ -50,9 +51,10 @@ class AttentionProbe:
             keys[page, :, offset] = sought
             values[first, :, 0] = _CANCELLING_VALUE
             values[page, :, offset] = -_CANCELLING_VALUE
-            towards = sought.float().cpu() / (sought.float().square().sum(-1, keepdim=True).cpu() * self._rule.scaling)
+            towards = sought.float() / (sought.float().square().sum(-1, keepdim=True) * self._rule.scaling)
             query += _CANCELLING_SCORE * towards.repeat_interleave(query_heads // self._layer.kv_heads, dim=0)
-        self._queries = queries.to(self._layer.pool)
+        self._layer.fill(content)
+        self._queries = queries.to(self._layer.pool.device, self._layer.dtype)
 
     @staticmethod
     def pages(longest: int, page_size: int) -> int:

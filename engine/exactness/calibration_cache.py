@@ -45,6 +45,7 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "page_size": settings.page_size,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "ranks": settings.tensor_parallel_size,
     }

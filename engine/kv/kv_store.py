@@ -6,11 +6,22 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+KV_INT8 = "int8"
+"""KV as codes of 8 bits, with a scale for each position and KV head of keys and of values."""
+
+SCALE_BYTES = 4
+
+
+def kv_row_bytes(head_dim: int, element_bytes: int, quantized: bool) -> int:
+    """Of the key, or of the value, of one position and KV head."""
+    return head_dim + SCALE_BYTES if quantized else head_dim * element_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
     """What the bytes of a page mean: native byte order, `shape` [layers, keys and values, heads, positions, elements].
 
+    Of int8, elements are a position's codes and the bytes of its scale; all codes of a head come before its scales.
     Of a worker of several `ranks`, a page is one of each rank, in this shape, one after the other. `compute_digest`
     names the model's weights and, in exact mode, everything else that the bits of KV depend on.
     """

@@ -9,24 +9,85 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.kv.kv_store import PageLayout
+from engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
 
 
 class LayerKv:
     """K and V of one layer: K's `[pages, kv_heads, page_size, head_dim]`, then V's, in one tensor.
 
-    Head by head within a page, so that gathered pages of a sequence are matrices as they stand.
+    Head by head within a page, so that gathered pages of a sequence are matrices as they stand. With `quantized`, a
+    head of a page is int8 codes `[page_size, head_dim]`, and after them float32 scales `[page_size]`
+    (`quantized_rows`); `dtype` stays the model's.
     """
 
     def __init__(
-        self, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantized: bool = False,
     ) -> None:
+        """Raises ValueError where scales would not lie on whole words."""
         self.kv_heads = kv_heads
-        self.pool = _zeros((2, pages, kv_heads, page_size, head_dim), dtype, device)
-        self.chunks = self.pool.view(2 * pages * kv_heads, page_size * head_dim)
-        """One row for a page and KV head: what a gather takes."""
-        self.rows = self.pool.view(2, pages * kv_heads * page_size, head_dim)
-        """One row for a position and KV head of K and of V: what a pass writes."""
+        self.page_size = page_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.quantized = quantized
+        self.parts: tuple[torch.Tensor, ...]
+        """Elements, or codes and scales, `[2, pages, kv_heads, page_size, ...]`."""
+        if not quantized:
+            self.pool = _zeros((2, pages, kv_heads, page_size, head_dim), dtype, device)
+            self.parts = (self.pool,)
+            return
+        if page_size * head_dim % SCALE_BYTES:
+            raise ValueError(
+                f"page_size is {page_size}, must be a multiple of {SCALE_BYTES} for quantised KV of heads of "
+                f"{head_dim} dimensions"
+            )
+        size = page_size * kv_row_bytes(head_dim, dtype.itemsize, quantized)
+        self.pool = _zeros((2, pages, kv_heads, size), torch.int8, device)
+        self.parts = _codes_and_scales(self.pool, page_size, head_dim)
+
+    @property
+    def pages(self) -> int:
+        return self.pool.shape[1]
+
+    @property
+    def scales(self) -> Sequence[torch.Tensor | None]:
+        """Of keys and of values `[pages, kv_heads, page_size]`, where there are any."""
+        return self.parts[1].unbind() if self.quantized else (None, None)
+
+    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values `[rows, head_dim]` to `rows`, places counted through pages, KV heads and positions."""
+        if not self.quantized:
+            for pool, states in zip(self.pool, (keys, values), strict=True):
+                pool.flatten(0, 2).index_copy_(0, rows, states)
+            return
+        places = rows // self.page_size, rows % self.page_size
+        for which, states in enumerate((keys, values)):
+            for part, content in zip(self.parts, quantized_rows(states), strict=True):
+                part[which].flatten(0, 1).index_put_(places, content)
+
+    def gather(self, chunks: torch.Tensor) -> torch.Tensor:
+        """`[chunks, page_size, head_dim]` in the model's dtype: heads of pages, counted through `pool`."""
+        found = self.pool.flatten(0, 2).index_select(0, chunks)
+        if not self.quantized:
+            return found
+        return _expanded(*_codes_and_scales(found, self.page_size, self.head_dim)).to(self.dtype)
+
+    def content(self) -> torch.Tensor:
+        """All of it, `[2, pages, kv_heads, page_size, head_dim]` in float32."""
+        codes, *scales = self.parts
+        return _expanded(codes, *scales) if scales else codes.float()
+
+    def fill(self, content: torch.Tensor) -> None:
+        """Writes all of it, `[2, pages, kv_heads, page_size, head_dim]`."""
+        contents = quantized_rows(content.to(self.dtype)) if self.quantized else (content,)
+        for part, of_part in zip(self.parts, contents, strict=True):
+            part.copy_(of_part)
 
 
 class PagedKv:
@@ -41,25 +102,29 @@ class PagedKv:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        quantized: bool = False,
     ) -> None:
+        """Raises ValueError as `LayerKv` does."""
         self.page_size = page_size
+        self.quantized = quantized
         self.pages = pages + 1
         self.padding_slot = pages * page_size
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
-        self.layers = [LayerKv(pages + 1, kv_heads, page_size, head_dim, dtype, device) for _ in range(layers)]
+        sizes = (pages + 1, kv_heads, page_size, head_dim)
+        self.layers = [LayerKv(*sizes, dtype, device, quantized) for _ in range(layers)]
         self.addresses = (ctypes.c_void_p * layers)(*(layer.pool.data_ptr() for layer in self.layers))
         """Of the layers' pools: what kernels take."""
         self._head_offsets = torch.arange(kv_heads, device=device) * page_size
         self._page_stride = kv_heads * page_size
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """`slots` `[rows]`, positions of the pool counted through its pages, as rows of `LayerKv.rows`: slot by slot,
-        `[rows * kv_heads]`."""
+        """`slots` `[rows]`, positions of the pool counted through its pages, as places of `LayerKv.write`: slot by
+        slot, `[rows * kv_heads]`."""
         pages, offsets = slots // self.page_size, slots % self.page_size
         return ((pages * self._page_stride + offsets).unsqueeze(1) + self._head_offsets).flatten()
 
     def read_page(self, page: int) -> torch.Tensor:
-        """A copy of a page, `[layers, 2, kv_heads, page_size, head_dim]`, on the CPU."""
+        """A copy of a page, `[layers, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
         return torch.stack([layer.pool[:, page] for layer in self.layers]).cpu()
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
@@ -78,20 +143,19 @@ class PagedKv:
     def scrub(self, pages: Sequence[int], first_offset: int) -> None:
         """Zeroes the pages, the first of them from position `first_offset` on."""
         for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):
-            for layer in self.layers:
-                layer.pool[:, list(group), :, offset:] = 0
+            for part in (part for layer in self.layers for part in layer.parts):
+                part[:, list(group), :, offset:] = 0
 
 
 class PagedKvStore:
     """The pages of a pool as bytes (engine/kv/kv_store.py)."""
 
     def __init__(self, kv: PagedKv, model_id: str, compute_digest: bytes) -> None:
-        pool = kv.layers[0].pool
-        shape = (len(kv.layers), 2, *pool.shape[2:])
-        dtype = str(pool.dtype).removeprefix("torch.")
-        self.layout = PageLayout(model_id, dtype, shape, pool.element_size(), compute_digest)
+        layer, dtype = kv.layers[0], str(kv.layers[0].pool.dtype).removeprefix("torch.")
+        shape = (len(kv.layers), 2, layer.kv_heads, layer.page_size, layer.pool[0, 0, 0].numel() // layer.page_size)
+        self.layout = PageLayout(model_id, dtype, shape, layer.pool.element_size(), compute_digest)
         self._kv = kv
-        self._dtype = pool.dtype
+        self._pool = layer.pool
 
     def read_page(self, page: int) -> bytes:
         return self._kv.read_page(page).view(torch.uint8).numpy().tobytes()
@@ -99,8 +163,34 @@ class PagedKvStore:
     def write_page(self, page: int, data: bytes) -> None:
         if len(data) != self.layout.page_bytes:
             raise ValueError(f"a page of {len(data)} bytes came, must be of {self.layout.page_bytes}")
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._dtype).view(self.layout.shape)
-        self._kv.write_page(page, content)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._pool.dtype)
+        self._kv.write_page(page, content.view(-1, 2, *self._pool.shape[2:]))
+
+
+def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of rows `[..., head_dim]`, int8, and their scales, float32 `[...]`: a row's largest magnitude / 127.
+
+    Codes are rounded to nearest, ties to even. A row whose scale would be subnormal counts as zeros; one that is not
+    finite has a scale that is not. All kernels that write KV do exactly this.
+    """
+    rows = rows.float()
+    largest = rows.abs().amax(-1)
+    # A tensor: on a GPU, torch multiplies by the inverse of a number.
+    scales = largest / torch.full_like(largest, 127)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)
+    codes = rows / scales.unsqueeze(-1)
+    return torch.where(codes.abs() < 127.5, codes, 0).round().to(torch.int8), scales
+
+
+def _expanded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """In float32."""
+    return codes * scales.unsqueeze(-1)
+
+
+def _codes_and_scales(heads: torch.Tensor, page_size: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views `[..., page_size, head_dim]` and `[..., page_size]` of heads of pages `[..., bytes]`."""
+    codes = heads[..., : page_size * head_dim].unflatten(-1, (page_size, head_dim))
+    return codes, heads[..., page_size * head_dim :].view(torch.float32)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

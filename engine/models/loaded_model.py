@@ -13,6 +13,7 @@ from engine.cpu.attention import KernelBackend
 from engine.cpu.fused_layers import fuse_layers
 from engine.cpu.kernels import CpuKernels
 from engine.cuda.setup import GpuPasses
+from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
 from engine.models.joined_layers import join_layers, joins_layers
@@ -35,8 +36,9 @@ class KvShape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(config.num_hidden_layers, kv_heads, head_dim)
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+    def bytes_per_token(self, dtype: torch.dtype, quantized: bool = False) -> int:
+        """Of KV in `dtype`, or as codes."""
+        return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, dtype.itemsize, quantized)
 
 
 def attention_name(backend: AttentionBackend) -> str:
@@ -50,7 +52,7 @@ class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
     is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
     `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
-    is a part of the whole. `quantization`: of its weights, in a word."""
+    is a part of the whole. `quantization`: of its weights, in a word. `quantized_kv`: whether KV is kept as codes."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -60,6 +62,7 @@ class LoadedModel:
     grammars: Grammars | None = None
     lead: Lead | None = None
     quantization: str = "none"
+    quantized_kv: bool = False
 
     @property
     def kernel_identity(self) -> str | None:
@@ -96,7 +99,14 @@ class LoadedModel:
             self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, form, tuple(row_counts)))
         shape = KvShape.of(model.config)
         kv = PagedKv(
-            shape.layers, pool.total_pages, page_size, shape.kv_heads, shape.head_dim, model.dtype, model.device
+            shape.layers,
+            pool.total_pages,
+            page_size,
+            shape.kv_heads,
+            shape.head_dim,
+            model.dtype,
+            model.device,
+            self.quantized_kv,
         )
         graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
         return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)

@@ -194,11 +194,20 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
         _report(f"CPU kernels for {kernels.isa}", progress)
     model = moved(model, device).eval()
     fix_frequencies(model, settings.max_model_len)
-    gpu = _gpu_passes(model, settings.cuda_graphs and ranks is None, progress)
+    gpu = _gpu_passes(model, settings, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
     grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
-    return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars, quantization=quantization)
+    return LoadedModel(
+        model,
+        vocabulary,
+        kernels,
+        gpu,
+        planned_kv_bytes,
+        grammars,
+        quantization=quantization,
+        quantized_kv=settings.quantized_kv,
+    )
 
 
 def _read_plain(
@@ -301,17 +310,18 @@ def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progr
     kernels = _cpu_kernels(model.dtype, model.device, settings, progress)
     vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
     quantization = _round(model, model.device, settings, kernels, progress)
-    gpu = _gpu_passes(model, settings.cuda_graphs, progress)
-    return LoadedModel(model, vocabulary, kernels, gpu, quantization=quantization)
+    gpu = _gpu_passes(model, settings, settings.cuda_graphs, progress)
+    quantized_kv = settings.quantized_kv
+    return LoadedModel(model, vocabulary, kernels, gpu, quantization=quantization, quantized_kv=quantized_kv)
 
 
-def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> GpuPasses | None:
+def _gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, progress: Progress) -> GpuPasses | None:
     if model.device.type != "cuda":
         return None
     shape = KvShape.of(model.config)
     heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
     has_rules = any(getattr(model.config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
-    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules)
+    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules, settings.quantized_kv)
 
 
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
@@ -343,6 +353,8 @@ def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
         # Its family is a proved one, and a trial would expand all weights several times.
         return
     pool = PagePool(PROBED_PAGES, settings.page_size)
+    # Compared with the model's own attention, which rounds no KV.
+    loaded = replace(loaded, quantized_kv=False)
     check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
 
 
@@ -432,7 +444,7 @@ def _assemble(
     loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
-    bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype)
+    bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype, loaded.quantized_kv)
     pages = settings.kv_pages or max(1, _kv_bytes(settings, loaded) // (bytes_per_token * settings.page_size))
     pool = PagePool(pages, settings.page_size)
     exact_row_counts = shapes.row_counts if shapes else ()
@@ -445,6 +457,7 @@ def _assemble(
         vocabulary_size=vocabulary.size,
         dtype=dtype_name(model.dtype),
         quantization=loaded.quantization,
+        kv_cache_dtype=dtype_name(runner.kv.layers[0].pool.dtype),
         device=str(model.device),
         page_size=settings.page_size,
         total_pages=pages,
@@ -544,7 +557,9 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
         return None
     ranks = settings.tensor_parallel_size
     rows, quantization = settings.max_num_batched_tokens, settings.quantization
-    own = model_memory(role.value, folder, settings.dtype, rows, ranks, quantization)
+    own = model_memory(
+        role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=settings.quantized_kv
+    )
     here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]
     return plan_memory(total, settings.gpu_memory_utilization, (*[own] * here, *settings.gpu_peers))[0]

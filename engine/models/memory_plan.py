@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import GpuMemoryError
+from engine.kv.kv_store import kv_row_bytes
 from engine.parallel.heads import heads_of_a_rank
 from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
 from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, KeptWeight, kept_bytes, kept_weights
@@ -81,6 +82,7 @@ def model_memory(
     ranks: int = 1,
     quantization: str = "auto",
     code_dtypes: Sequence[str] = GPU_CODE_DTYPES,
+    quantized_kv: bool = False,
 ) -> ModelMemory:
     """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 
@@ -101,6 +103,7 @@ def model_memory(
         # Of each layer, the queries, keys, values and outputs of the heads by which a rank has more than its share.
         rounded_up = own_heads + own_kv_heads - (heads + kv_heads) / ranks
         more = int(2 * config["num_hidden_layers"] * hidden * head_dim * rounded_up)
+        kv_row = kv_row_bytes(head_dim, size, quantized_kv)
         row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
         workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4 + max_num_batched_tokens * row
@@ -116,7 +119,7 @@ def model_memory(
             name,
             weights=whole // ranks + size * more,
             workspace=workspace,
-            kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * head_dim * size,
+            kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * kv_row,
             quantization=kept,
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:

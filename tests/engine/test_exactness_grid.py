@@ -34,9 +34,17 @@ class Workers:
     """A target and a draft in this process, on one instruction set."""
 
     def __init__(
-        self, isa: str, target: str, draft: str, dtype: str, max_tokens: int = 48, quantization: str = "auto"
+        self,
+        isa: str,
+        target: str,
+        draft: str,
+        dtype: str,
+        max_tokens: int = 48,
+        quantization: str = "auto",
+        kv_cache_dtype: str = "auto",
+        prefix_cache: bool = False,
     ) -> None:
-        """`max_tokens` of a step."""
+        """`max_tokens` of a step. With `prefix_cache`, later runs find the prompts of those before."""
         settings = [
             EngineSettings(
                 model,
@@ -47,12 +55,13 @@ class Workers:
                 page_size=16,
                 kv_pages=200,
                 max_num_batched_tokens=max_tokens,
+                kv_cache_dtype=kv_cache_dtype,
             )
             for model in (target, draft)
         ]
         self.workers = {
-            "target": TargetStepExecutor(load_target_engine(settings[0], lambda *_: None), prefix_cache=False),
-            "draft": DraftStepExecutor(load_draft_engine(settings[1], lambda *_: None), prefix_cache=False),
+            "target": TargetStepExecutor(load_target_engine(settings[0], lambda *_: None), prefix_cache=prefix_cache),
+            "draft": DraftStepExecutor(load_draft_engine(settings[1], lambda *_: None), prefix_cache=prefix_cache),
         }
 
     def outputs(self, config: SchedulerConfig, prompts: list[list[int]], max_tokens: int) -> list[Output]:
@@ -134,6 +143,30 @@ def test_quantized_pairs(isa: str, family: str, dtype: str, quantization: str, t
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
     workers = Workers(isa, *map(str, folders), dtype, quantization=quantization)
     workers.check(prompts, 10, SOME)
+
+
+@pytest.mark.parametrize(
+    ("isa", "family", "shape", "dtype"),
+    [
+        *((isa, "llama", {"head_dim": 64}, "bfloat16") for isa in ISAS),
+        (AUTO, "llama", {"head_dim": 128}, "float32"),
+        ("avx2" if "avx2" in ISAS else AUTO, "llama", {"head_dim": 64}, "float32"),
+        (AUTO, "llama", {}, "float16"),
+        # Attention by matrix products.
+        (AUTO, "llama", TORCH_SHAPE, "bfloat16"),
+        (AUTO, "llama", TORCH_SHAPE, "float32"),
+        # Keys are written by torch; windows, soft caps and sinks.
+        (AUTO, "gemma2", {}, "bfloat16"),
+        (AUTO, "gpt_oss", {"hidden_size": 128}, "bfloat16"),
+        (AUTO, "qwen3", {"use_sliding_window": True, **WINDOW}, "bfloat16"),
+    ],
+)
+def test_pairs_with_quantized_kv(isa: str, family: str, shape: dict[str, int], dtype: str, tmp_path: Path) -> None:
+    compiled_kernels()
+    folders = save_tiny_pair(family, tmp_path, **shape)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
+    Workers(isa, *map(str, folders), dtype, kv_cache_dtype="int8", prefix_cache=True).check(prompts, 10, SOME)
 
 
 def test_the_demo_pair() -> None:

@@ -79,6 +79,20 @@ def test_codes_are_multiplied_and_give_the_same_logits_with_drafts(
     assert plain != decoded(load(folder), 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_quantized_kv_gives_the_same_logits_with_drafts_and_without_graphs(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = save_tiny_pair(family, tmp_path, **WIDE_SHAPE)
+    engine = load(folder, kv_cache_dtype="int8")
+    assert engine.description.kv_cache_dtype == "int8"
+    assert "attention by matrix products" not in caplog.text
+    plain = decoded(engine, 0)
+    assert decoded(engine, 3) == plain
+    assert decoded(load(folder, kv_cache_dtype="int8", cuda_graphs=False), 3) == plain
+    assert plain != decoded(load(folder), 0)
+
+
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     folder, draft_folder = save_tiny_pair("llama", tmp_path, **WIDE_SHAPE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()

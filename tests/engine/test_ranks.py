@@ -33,13 +33,19 @@ MAX_TOKENS = 12
 INT8 = "compressed-tensors"
 """Of GANGS, a target whose checkpoint is quantised so."""
 GANGS = [
-    ("llama", "float32", "none"),
-    ("llama", "float32", INT8),
+    ("llama", "float32", "none", "auto"),
+    ("llama", "float32", INT8, "auto"),
     *(
         pytest.param(gang, marks=pytest.mark.slow)
-        for gang in (("qwen3", "bfloat16", "none"), ("qwen3", "bfloat16", "int4"), ("qwen3_moe", "bfloat16", "none"))
+        for gang in (
+            ("qwen3", "bfloat16", "none", "auto"),
+            ("qwen3", "bfloat16", "none", "int8"),
+            ("qwen3", "bfloat16", "int4", "auto"),
+            ("qwen3_moe", "bfloat16", "none", "auto"),
+        )
     ),
 ]
+"""Family, dtype, quantisation and KV."""
 
 
 class Gang(NamedTuple):
@@ -53,10 +59,10 @@ class Gang(NamedTuple):
 
 @pytest.fixture(scope="module", params=GANGS, ids="-".join)
 def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    family, dtype, quantization = request.param
+    family, dtype, quantization, kv_cache_dtype = request.param
     target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("ranks"), intermediate_size=128)
     alone = EngineSettings(str(draft), dtype, threads=1, kv_pages=120, max_num_batched_tokens=48)
-    shared = replace(alone, model=str(target), tensor_parallel_size=2)
+    shared = replace(alone, model=str(target), tensor_parallel_size=2, kv_cache_dtype=kv_cache_dtype)
     if quantization == INT8:
         quantize_to_int8(target)
     else:

@@ -27,8 +27,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # All products of a GPU are made of one instruction, so that rows have one order of sums.
 PRODUCTS = {80: r"m16n8k16", 89: r"m16n8k16", 90: r"m64n\d+k16", 100: r"kind::f16"}
-# Bytes of a thread: heads of 256 dimensions need a few more registers than there are between two splits.
-MAX_SPILLED_BY_ATTENTION = 64
+# Bytes of a thread: heads of 256 dimensions need a few more registers than there are between two splits, and over codes
+# all of more than 64 do on the newest GPUs.
+MAX_SPILLED_BY_ATTENTION, MAX_SPILLED_OVER_CODES = 64, 96
 
 
 def overlapping(architecture: int) -> bool:
@@ -36,11 +37,17 @@ def overlapping(architecture: int) -> bool:
 
 
 def attention(
-    architecture: int, dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int | None = None
+    architecture: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    window: int | None = None,
+    quantized: bool = False,
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_attention import TritonBackend
 
-    kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU)
+    kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU, quantized)
     query = torch.zeros(1, 2 * group, head_dim, dtype=dtype)
     backend = TritonBackend(2 * group, 2, page_size, CPU, overlapping(architecture))
     rule = AttentionRule(0.1) if window is None else AttentionRule(0.1, window, 50.0, torch.zeros(2 * group))
@@ -75,7 +82,7 @@ def products_of(
 
 
 def decoder_rows(
-    architecture: int, dtype: torch.dtype, head_dim: int, hidden: int, parts: int
+    architecture: int, dtype: torch.dtype, head_dim: int, hidden: int, parts: int, quantized: bool = False
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_product import Parts
     from engine.cuda.triton_rows import add_norm, rotate_write, silu_mul
@@ -85,12 +92,12 @@ def decoder_rows(
     def product(width: int) -> Parts:
         return Parts(torch.zeros(parts, 1, width, dtype=dtype if parts == 1 else FP32))
 
-    pool = PagedKv(1, 1, 16, 8, head_dim, dtype, CPU).layers[0].pool
+    layer = PagedKv(1, 1, 16, 8, head_dim, dtype, CPU, quantized).layers[0]
     rows, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     angles, slots = torch.zeros(1, head_dim, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     norms = None if parts == 1 else (torch.zeros(head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype), 1e-6)
     yield lambda: add_norm(rows, None if parts == 1 else product(hidden), weight, 1e-6, overlap)
-    yield lambda: rotate_write(product(48 * head_dim), angles, angles, slots, pool, 32, norms, overlap)
+    yield lambda: rotate_write(product(48 * head_dim), angles, angles, slots, layer, 32, norms, overlap)
     yield lambda: silu_mul(product(2 * 9728), dtype, overlap)
 
 
@@ -138,6 +145,11 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (100, FP16, 96, 5, 64)),
     ("attention", (80, BF16, 256, 2, 16, 4096)),
     ("attention", (90, BF16, 64, 8, 16, 128)),
+    ("attention", (80, BF16, 128, 4, 16, None, True)),
+    ("attention", (89, FP32, 64, 8, 32, 128, True)),
+    ("attention", (90, BF16, 128, 4, 16, None, True)),
+    ("attention", (90, FP16, 256, 8, 16, 1024, True)),
+    ("attention", (100, BF16, 96, 5, 64, None, True)),
     ("products", (80, 4096, 4096, 1, 192, 2048)),
     ("products", (90, 4096, 4096, 1, 64, 160, 2048)),
     ("products", (90, 24576, 4096, 1, 192)),
@@ -150,6 +162,9 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("rows", (80, FP16, 64, 2048, 1)),
     ("rows", (90, BF16, 128, 5120, 4)),
     ("rows", (100, FP32, 96, 16384, 2)),
+    ("rows", (80, BF16, 64, 2048, 1, True)),
+    ("rows", (90, BF16, 128, 5120, 4, True)),
+    ("rows", (100, FP32, 96, 16384, 2, True)),
     ("sampling", (80, BF16, 0.7, False)),
     ("sampling", (90, FP32, 0.7, True)),
     ("sampling", (90, BF16, 0.0, True)),
@@ -184,8 +199,11 @@ def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: Proces
     architecture = arguments[0]
     found = compiler.submit(build_all, kind, arguments).result()
     assert found
+    max_stack = 0
+    if kind == "attention":
+        max_stack = MAX_SPILLED_OVER_CODES if arguments[6:] == (True,) else MAX_SPILLED_BY_ATTENTION
     for build in found:
-        assert build.stack <= (MAX_SPILLED_BY_ATTENTION if kind == "attention" else 0), build.name
+        assert build.stack <= max_stack, build.name
         assert build.shared_memory <= MEMORY[architecture], build.name
         # A multiplication and an addition in one operation would give other tokens than both.
         assert "fma.rn.f64" not in build.ptx

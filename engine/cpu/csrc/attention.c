@@ -72,21 +72,34 @@ static ptrdiff_t stride_of(ptrdiff_t longest) {
 // Bytes of scratch that a block of up to `count` queries needs.
 static size_t scratch_bytes(const Attention *call, ptrdiff_t count) {
     ptrdiff_t row_factors = factors_of(call);
-    return RUNS * row_factors * sizeof(factors) + count * (call->stride * sizeof(float) + row_factors * sizeof(factor));
+    return RUNS * row_factors * sizeof(factors) + (count + 2) * call->stride * sizeof(float) +
+           count * row_factors * sizeof(factor);
+}
+
+// Of what a query has for its positions and their scales: the products of [begin, end), in whole runs.
+INLINE void scale(float *to, const float *scales, ptrdiff_t begin, ptrdiff_t end) {
+    for (ptrdiff_t i = begin / LANES * LANES; i < end; i += LANES) store(to + i, load(to + i) * load(scales + i));
 }
 
 // Attention of one KV head's queries in a block. Scratch: RUNS runs of keys [row_factors, LANES], scores
-// [rows * group, stride], queries [rows * group, row_factors].
-static void attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
+// [rows * group, stride], scales of keys and of values [stride], queries [rows * group, row_factors]. Codes are multiplied
+// as they are; scales multiply a key's scores, and the weights of a value.
+INLINE void attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
     ptrdiff_t row_factors = factors_of(call), stride = call->stride, group = group_of(call);
     ptrdiff_t count = block->rows * group, last = block->start + block->rows;
     factors *keys = scratch;
     float *scores = (float *)(keys + RUNS * row_factors);
-    factor *queries = (factor *)(scores + count * stride);
+    float *key_scales = scores + count * stride, *value_scales = key_scales + stride;
+    factor *queries = (factor *)(value_scales + stride);
     gather_queries(queries, call, block, kv_head);
     ptrdiff_t begin = first_seen(call, block->start) / (RUNS * LANES) * (RUNS * LANES);
     for (ptrdiff_t position = begin; position < last; position += RUNS * LANES) {
         int runs = take_keys(keys, call, block, kv_head, position);
+        if (call->heads.quantized)
+            for (ptrdiff_t run = position; run < position + runs * LANES; run += LANES) {
+                take_scales(key_scales + run, call, block, 0, run, kv_head);
+                take_scales(value_scales + run, call, block, 1, run, kv_head);
+            }
         ptrdiff_t first = position > block->start ? (position - block->start) * group : 0;
         float *to = scores + first * stride + position;
         if (runs == RUNS)
@@ -96,39 +109,56 @@ static void attend_block(const Attention *call, const Block *block, ptrdiff_t kv
     }
     for (ptrdiff_t row = 0; row < block->rows; row++) {
         float *weights = scores + row * group * stride;
-        for (ptrdiff_t query = 0; query < group; query++)
-            softmax(weights + query * stride, call, block->start + row, kv_head * group + query);
+        ptrdiff_t position = block->start + row, seen_from = first_seen(call, position);
+        for (ptrdiff_t query = 0; query < group; query++) {
+            if (call->heads.quantized) scale(weights + query * stride, key_scales, seen_from, position + 1);
+            softmax(weights + query * stride, call, position, kv_head * group + query);
+            if (call->heads.quantized) scale(weights + query * stride, value_scales, seen_from, position + 1);
+        }
         sum_row_values(call, block, kv_head, row, weights, weights, 0);
     }
+}
+
+// Two functions, so that the compiler knows which numbers there are.
+static void attend_elements(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
+    Attention own = *call;
+    own.heads.quantized = 0;
+    attend_block(&own, block, kv_head, scratch);
+}
+
+static void attend_codes(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
+    Attention own = *call;
+    own.heads.quantized = 1;
+    attend_block(&own, block, kv_head, scratch);
 }
 
 // Bytes of scratch that each thread needs, where no block has more than `max_rows` rows or sees more than `longest`
 // positions.
 ptrdiff_t attend_scratch(
     ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim) {
-    const Attention call = {.stride = stride_of(longest), .heads = {query_heads, kv_heads, head_dim, 0, 0}};
+    const Attention call = {.stride = stride_of(longest), .heads = {query_heads, kv_heads, head_dim, 0, 0, 0}};
     ptrdiff_t count = max_rows * group_of(&call);
     size_t bytes = scratch_bytes(&call, count);
 #ifdef HAS_TILES
-    if (spool_has_tiles()) bytes = tile_scratch_bytes(&call, count);
+    size_t tile_bytes = spool_has_tiles() ? tile_scratch_bytes(&call, count) : 0;
+    if (tile_bytes > bytes) bytes = tile_bytes;
 #endif
     return (bytes + 63) / 64 * 64;
 }
 
 // Causal attention of queries [rows, query_heads, head_dim] over pages; to the same shape. `scratch`: that of the whole
 // team.
-void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
+void team_attend(const Team *team, element *to, const element *queries, void *pool, const int64_t *pages,
     const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule,
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
-    char *scratch) {
+    ptrdiff_t quantized, char *scratch) {
     assert(page_size % LANES == 0 && head_dim % (2 * LANES) == 0 && query_heads % kv_heads == 0);
     const Attention call = {to, queries, pool, pages, *rule, stride_of(longest),
-        {query_heads, kv_heads, head_dim, page_size, page_count}};
+        {query_heads, kv_heads, head_dim, page_size, page_count, quantized}};
     ptrdiff_t tasks = block_count * kv_heads;
-    void (*attend)(const Attention *, const Block *, ptrdiff_t, void *) = attend_block;
+    void (*attend)(const Attention *, const Block *, ptrdiff_t, void *) = quantized ? attend_codes : attend_elements;
 #ifdef HAS_TILES
-    // What the one needs of scratch is enough for the other.
-    if (spool_has_tiles() && !rule->window) attend = tile_attend_block;
+    if (spool_has_tiles() && !rule->window && !quantized) attend = tile_attend_block;
 #endif
     char *own = scratch + team->index * attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim);
     for (ptrdiff_t task; (task = take_task(team)) < tasks;)
@@ -137,13 +167,13 @@ void team_attend(const Team *team, element *to, const element *queries, element 
 }
 
 // The same with scratch of its own. Gives 0, or 1 where memory ran out.
-int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
+int spool_attend(element *to, const element *queries, void *pool, const int64_t *pages, const Block *blocks,
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule, ptrdiff_t query_heads,
-    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count) {
+    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count, ptrdiff_t quantized) {
     char *scratch = scratch_of_team(attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim));
     if (!scratch) return 1;
     WITH_TEAM(block_count * kv_heads > 1, team_attend(team, to, queries, pool, pages, blocks, block_count, max_rows,
-        longest, rule, query_heads, kv_heads, head_dim, page_size, page_count, scratch));
+        longest, rule, query_heads, kv_heads, head_dim, page_size, page_count, quantized, scratch));
     free(scratch);
     return 0;
 }

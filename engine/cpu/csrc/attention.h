@@ -15,7 +15,7 @@
 typedef struct {
     element *to;
     const element *queries;
-    element *pool;
+    void *pool;
     const int64_t *pages;
     Rule rule;
     ptrdiff_t stride;
@@ -50,13 +50,35 @@ INLINE void gather_queries(factor *to, const Attention *call, const Block *block
     }
 }
 
-// Keys (values: 0) or values (1) of LANES positions from `position` on, a multiple of LANES.
-INLINE const element *kv_at(
+// What the page of `position` holds of keys (values: 0) or values (1).
+INLINE const char *kv_page(
     const Attention *call, const Block *block, ptrdiff_t values, ptrdiff_t position, ptrdiff_t kv_head) {
-    const Heads *heads = &call->heads;
     assert(position >= 0 && position < block->start + block->rows + LANES);
-    return page_of(call->pool, heads, values, call->pages[block->first_page + position / heads->page_size], kv_head) +
-           position % heads->page_size * heads->head_dim;
+    ptrdiff_t page = call->pages[block->first_page + position / call->heads.page_size];
+    return page_of(call->pool, &call->heads, values, page, kv_head);
+}
+
+// Keys or values of LANES positions from `position` on, a multiple of LANES: elements or codes.
+INLINE const char *kv_at(
+    const Attention *call, const Block *block, ptrdiff_t values, ptrdiff_t position, ptrdiff_t kv_head) {
+    return kv_page(call, block, values, position, kv_head) +
+           position % call->heads.page_size * row_bytes(&call->heads);
+}
+
+// Their scales, to `to`.
+INLINE void take_scales(float *to, const Attention *call, const Block *block, ptrdiff_t values, ptrdiff_t position,
+    ptrdiff_t kv_head) {
+    const char *from = kv_page(call, block, values, position, kv_head) + call->heads.page_size * row_bytes(&call->heads);
+    memcpy(to, from + position % call->heads.page_size * sizeof *to, LANES * sizeof *to);
+}
+
+// Of keys or values, numbers that are loaded or fetched as elements or as codes.
+INLINE f32v load_stored(const char *from, ptrdiff_t at, const Heads *heads) {
+    return heads->quantized ? load_codes(from + at) : load_element((const element *)from + at);
+}
+
+INLINE factors load_stored_factors(const char *from, ptrdiff_t at, const Heads *heads) {
+    return heads->quantized ? load_code_factors(from + at) : load_factors((const element *)from + at);
 }
 
 #ifdef PAIRED
@@ -72,13 +94,14 @@ INLINE const element *kv_at(
         }
 
 // Keys [LANES, head_dim] to factors [head_dim / FACTOR_ELEMENTS, LANES], so that scores are sums of whole vectors.
-INLINE void arrange_keys(factors *to, const element *keys, ptrdiff_t head_dim) {
+INLINE void arrange_keys(factors *to, const char *keys, const Heads *heads) {
+    ptrdiff_t head_dim = heads->head_dim;
     i32v lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (ptrdiff_t first = 0; first < head_dim; first += FACTOR_ELEMENTS * LANES) {
         u32v rows[LANES];
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) rows[i] = (u32v)load_factors(keys + i * head_dim + first);
+        for (int i = 0; i < LANES; i++) rows[i] = (u32v)load_stored_factors(keys, i * head_dim + first, heads);
 #if LANES > 8
 #pragma GCC unroll 16
         SWAP_BLOCKS(8)
@@ -100,8 +123,8 @@ INLINE void arrange_keys(factors *to, const element *keys, ptrdiff_t head_dim) {
 
 // Keys [LANES, head_dim] to factors of the same order: without products of pairs, a transposition costs more than sums
 // within vectors do.
-INLINE void arrange_keys(factors *to, const element *keys, ptrdiff_t head_dim) {
-    for (ptrdiff_t i = 0; i < LANES * head_dim; i += LANES) *to++ = load_factors(keys + i);
+INLINE void arrange_keys(factors *to, const char *keys, const Heads *heads) {
+    for (ptrdiff_t i = 0; i < LANES * heads->head_dim; i += LANES) *to++ = load_stored_factors(keys, i, heads);
 }
 
 // The sum of the lanes of each of LANES rows.
@@ -123,21 +146,21 @@ INLINE f32v sums_of_rows(f32v *sums) {
 #endif
 
 // What comes next lies on another page, which no hardware foresees.
-INLINE void fetch_ahead(const element *from, ptrdiff_t size) {
-    for (ptrdiff_t i = 0; i < size; i += 64 / sizeof *from) __builtin_prefetch(from + i);
+INLINE void fetch_ahead(const char *from, ptrdiff_t bytes) {
+    for (ptrdiff_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // Keys of up to RUNS runs from `position` on, as far as the block sees, arranged, to factors [runs, head_dim /
 // FACTOR_ELEMENTS, LANES]. Gives how many runs there are.
 INLINE int take_keys(factors *to, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t position) {
-    ptrdiff_t head_dim = call->heads.head_dim, last = block->start + block->rows;
+    ptrdiff_t bytes = LANES * row_bytes(&call->heads), last = block->start + block->rows;
     int runs = last - position > LANES ? RUNS : 1;
     for (int run = 0; run < runs; run++) {
         ptrdiff_t here = position + run * LANES, ahead = here + AHEAD * LANES;
-        if (ahead < last) fetch_ahead(kv_at(call, block, 0, ahead, kv_head), LANES * head_dim);
+        if (ahead < last) fetch_ahead(kv_at(call, block, 0, ahead, kv_head), bytes);
         // Values come while there is something to compute: their turn has little of that.
-        fetch_ahead(kv_at(call, block, 1, here, kv_head), LANES * head_dim);
-        arrange_keys(to + run * factors_of(call), kv_at(call, block, 0, here, kv_head), head_dim);
+        fetch_ahead(kv_at(call, block, 1, here, kv_head), bytes);
+        arrange_keys(to + run * factors_of(call), kv_at(call, block, 0, here, kv_head), &call->heads);
     }
     return runs;
 }
@@ -187,11 +210,11 @@ INLINE void sum_values(int count, int parts, element *to, const float *weights, 
     ptrdiff_t begin = from ? from : first_seen(call, seen - 1);
     for (ptrdiff_t run = begin / LANES * LANES; run < seen; run += LANES) {
         ptrdiff_t position = run < begin ? begin : run, end = seen - run < LANES ? seen : run + LANES;
-        const element *values = kv_at(call, block, 1, run, kv_head) + (position - run) * head_dim + first;
-        for (; position < end; position++, values += head_dim) {
+        const char *values = kv_at(call, block, 1, run, kv_head);
+        for (ptrdiff_t at = (position - run) * head_dim + first; position < end; position++, at += head_dim) {
 #pragma GCC unroll 4
             for (int part = 0; part < parts; part++) {
-                f32v value = load_element(values + part * LANES);
+                f32v value = load_stored(values, at + part * LANES, &call->heads);
 #pragma GCC unroll 4
                 for (int query = 0; query < count; query++)
                     sums[query][part] =

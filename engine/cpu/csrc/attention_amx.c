@@ -106,8 +106,8 @@ static void sum_spans(const Scratch *parts, const Attention *call, const Block *
     _tile_zero(LOWER_RIGHT);
     for (ptrdiff_t span = 0; span < longest; span += SPAN) {
         if (span == shortest) store_sums(parts->sums + query * head_dim + first, head_dim, width);
-        interleave(parts->values, kv_at(call, block, 1, span, kv_head) + first,
-            kv_at(call, block, 1, span + LANES, kv_head) + first, width, head_dim);
+        interleave(parts->values, (const bf16 *)kv_at(call, block, 1, span, kv_head) + first,
+            (const bf16 *)kv_at(call, block, 1, span + LANES, kv_head) + first, width, head_dim);
         ptrdiff_t stride = call->stride * sizeof(bf16), values_stride = 2 * WIDTH * sizeof(bf16);
         _tile_loadd(UPPER, parts->high + query * call->stride + span, stride);
         _tile_loadd(LOWER, parts->low + query * call->stride + span, stride);
@@ -133,7 +133,7 @@ static void sum_spans(const Scratch *parts, const Attention *call, const Block *
             memcpy(parts->sums + (query + row) * head_dim + first, all[row], width * sizeof(float));
 }
 
-// As attend_block of attention.c without windows, but for the order of sums: scores a tile of dimensions at a time; outputs a span of
+// As attend_block of attention.c without windows and codes, but for the order of sums: scores a tile of dimensions at a time; outputs a span of
 // positions at a time, weights in two parts, then the positions that are left over.
 void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
     ptrdiff_t head_dim = call->heads.head_dim, stride = call->stride, group = group_of(call);

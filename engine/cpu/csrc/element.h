@@ -20,6 +20,13 @@ INLINE void store_bf16(bf16 *to, f32v value) {
 }
 #endif
 
+// Codes of 8 bits.
+INLINE f32v load_codes(const char *from) {
+    s8v codes;
+    memcpy(&codes, from, sizeof codes);
+    return __builtin_convertvector(__builtin_convertvector(codes, i32v), f32v);
+}
+
 // PAIRED: products are taken of pairs of elements, as they lie in memory. Otherwise elements are widened to float32
 // before. WEIGHT_INPUTS: inputs whose weights for one output lie side by side in a panel.
 
@@ -67,6 +74,14 @@ INLINE factors load_factors(const element *from) {
     return x;
 }
 
+// Codes of 8 bits, which are elements, too.
+INLINE factors load_code_factors(const char *from) {
+    u32v pairs = load_u16((const uint16_t *)from);
+    u32v first = (u32v)__builtin_convertvector((i32v)(pairs << 24) >> 24, f32v);
+    u32v second = (u32v)__builtin_convertvector((i32v)(pairs << 16) >> 24, f32v);
+    return first >> 16 | second;
+}
+
 INLINE f32v add_products(f32v sum, factors x, factor by) { return add_pair_products(sum, x, by - (u32v){}); }
 
 #else
@@ -76,6 +91,8 @@ typedef float factor;
 typedef f32v factors;
 
 INLINE factors load_factors(const element *from) { return load_element(from); }
+
+INLINE factors load_code_factors(const char *from) { return load_codes(from); }
 
 INLINE f32v add_products(f32v sum, factors x, factor by) { return multiply_add(x, splat(by), sum); }
 

@@ -46,13 +46,14 @@ typedef struct {
     Rule rule;
 } Layer;
 
-// What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says.
+// What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says; `quantized` is of KV
+// (pages.h).
 typedef struct {
     const float *cos, *sin;
     const int64_t *slots, *pages;
     const Block *blocks;
     void *scratch;
-    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
+    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count, quantized;
 } Pass;
 
 void spool_norm(
@@ -63,9 +64,10 @@ void spool_add_norm(element *to, element *residual, const element *added, const 
 
 void spool_silu_mul(element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
 
-void spool_rotate_write(element *queries, element *pool, const element *qkv, const float *cos, const float *sin,
+void spool_rotate_write(element *queries, void *pool, const element *qkv, const float *cos, const float *sin,
     const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon, ptrdiff_t rows,
-    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages);
+    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
+    ptrdiff_t quantized);
 
 void spool_argmax(
     int64_t *places, float *values, const element *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
@@ -76,9 +78,9 @@ void spool_probabilities(
 void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t rows,
     ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes);
 
-int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
+int spool_attend(element *to, const element *queries, void *pool, const int64_t *pages, const Block *blocks,
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule, ptrdiff_t query_heads,
-    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);
+    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count, ptrdiff_t quantized);
 
 void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
     ptrdiff_t out);
@@ -90,7 +92,7 @@ int spool_has_tiles(void);
 ptrdiff_t spool_layer_scratch(const Layer *layer);
 
 int spool_layers(
-    element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
+    element *residual, void *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
 
 // What threads compute together, each calling these with its own `team`.
 
@@ -104,17 +106,18 @@ void team_add(const Team *team, element *residual, const element *added, ptrdiff
 
 void team_silu_mul(const Team *team, element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
 
-void team_rotate_write(const Team *team, element *queries, element *pool, const element *qkv, const float *cos,
+void team_rotate_write(const Team *team, element *queries, void *pool, const element *qkv, const float *cos,
     const float *sin, const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon,
-    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages);
+    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
+    ptrdiff_t quantized);
 
 ptrdiff_t attend_scratch(
     ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim);
 
-void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
+void team_attend(const Team *team, element *to, const element *queries, void *pool, const int64_t *pages,
     const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule,
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
-    char *scratch);
+    ptrdiff_t quantized, char *scratch);
 
 void team_linear(const Team *team, element *to, const element *rows, const Linear *linear, float *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);

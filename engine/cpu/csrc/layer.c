@@ -16,7 +16,7 @@ ptrdiff_t spool_layer_scratch(const Layer *layer) {
 
 // Adds to `residual` [rows, hidden] what the layer adds, and writes keys and values to `pool`. `scratch`: for attention.
 static void add_layer(
-    const Team *team, element *residual, element *pool, const Layer *layer, const Pass *pass, char *scratch) {
+    const Team *team, element *residual, void *pool, const Layer *layer, const Pass *pass, char *scratch) {
     ptrdiff_t rows = pass->rows, hidden = layer->hidden, inner = layer->inner, head_dim = layer->head_dim;
     ptrdiff_t queries_size = layer->query_heads * head_dim, qkv_size = queries_size + 2 * layer->kv_heads * head_dim;
     float *widened = pass->scratch;
@@ -30,10 +30,11 @@ static void add_layer(
     team_norm(team, normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
     team_linear(team, qkv, normed, &layer->qkv, widened, rows, hidden, qkv_size);
     team_rotate_write(team, queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
-        layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
+        layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
+        pass->quantized);
     team_attend(team, attended, queries, pool, pass->pages, pass->blocks, pass->block_count, pass->max_rows,
         pass->longest, &layer->rule, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
-        scratch);
+        pass->quantized, scratch);
     team_linear(team, projected, attended, &layer->out, widened, rows, queries_size, hidden);
     team_add_norm(team, normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
     team_linear(team, gate_up, normed, &layer->gate_up, widened, rows, hidden, 2 * inner);
@@ -44,7 +45,7 @@ static void add_layer(
 
 // The same for layers of one size, one after the other, each with its pool. Gives 0, or 1 where memory ran out.
 int spool_layers(
-    element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
+    element *residual, void *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
     char *scratch = scratch_of_team(
         attend_scratch(pass->max_rows, pass->longest, layers->query_heads, layers->kv_heads, layers->head_dim));
     if (!scratch) return 1;

@@ -88,38 +88,38 @@ INLINE void rotate(element *to, const element *from, const float *cos, const flo
 }
 
 // qkv [rows, (query_heads + 2 * kv_heads) * head_dim]: queries are rotated by halves to [rows, query_heads, head_dim];
-// keys, rotated, and values go to the slots [rows] of pool [2, pages, kv_heads, page_size, head_dim]. cos and sin are
-// [rows, head_dim], the first half of sin negated. Where the norms' weights [head_dim] are given, queries and keys are
-// normalized before.
-void team_rotate_write(const Team *team, element *queries, element *pool, const element *qkv, const float *cos,
+// keys, rotated, and values go to the slots [rows] of a pool (pages.h). cos and sin are [rows, head_dim], the first half
+// of sin negated. Where the norms' weights [head_dim] are given, queries and keys are normalized before.
+void team_rotate_write(const Team *team, element *queries, void *pool, const element *qkv, const float *cos,
     const float *sin, const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon,
-    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages) {
-    const Heads shape = {query_heads, kv_heads, head_dim, page_size, pages}, *heads = &shape;
+    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
+    ptrdiff_t quantized) {
+    const Heads shape = {query_heads, kv_heads, head_dim, page_size, pages, quantized}, *heads = &shape;
     for (SHARED(row, team, rows)) {
         const element *from = qkv + row * (query_heads + 2 * kv_heads) * head_dim;
         const float *row_cos = cos + row * head_dim, *row_sin = sin + row * head_dim;
         assert(slots[row] >= 0 && slots[row] < pages * page_size);
-        ptrdiff_t page = slots[row] / heads->page_size, offset = slots[row] % heads->page_size;
-        element normalized[head_dim];
+        element normalized[head_dim], key[head_dim];
         for (ptrdiff_t head = 0; head < query_heads + kv_heads; head++, from += head_dim) {
             const element *source = from, *norm = head < query_heads ? query_norm : key_norm;
             if (norm) {
                 normalize(normalized, from, norm, head_dim, epsilon);
                 source = normalized;
             }
-            element *to = head < query_heads ? queries + (row * query_heads + head) * head_dim
-                                          : page_of(pool, heads, 0, page, head - query_heads) + offset * head_dim;
+            element *to = head < query_heads ? queries + (row * query_heads + head) * head_dim : key;
             rotate(to, source, row_cos, row_sin, head_dim);
+            if (to == key) write_row(pool, heads, 0, slots[row], head - query_heads, key);
         }
         for (ptrdiff_t head = 0; head < kv_heads; head++, from += head_dim)
-            memcpy(page_of(pool, heads, 1, page, head) + offset * head_dim, from, head_dim * sizeof *from);
+            write_row(pool, heads, 1, slots[row], head, from);
     }
     wait_for_team(team);
 }
 
-void spool_rotate_write(element *queries, element *pool, const element *qkv, const float *cos, const float *sin,
+void spool_rotate_write(element *queries, void *pool, const element *qkv, const float *cos, const float *sin,
     const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon, ptrdiff_t rows,
-    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages) {
+    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
+    ptrdiff_t quantized) {
     WITH_TEAM(rows >= SHARED_ROWS, team_rotate_write(team, queries, pool, qkv, cos, sin, slots, query_norm, key_norm,
-        epsilon, rows, query_heads, kv_heads, head_dim, page_size, pages));
+        epsilon, rows, query_heads, kv_heads, head_dim, page_size, pages, quantized));
 }

@@ -8,7 +8,7 @@ from protos import worker_pb2
 from services.rpc.protocol_version import version_conflict
 from services.rpc.worker_codec import ROLES
 
-_SAME_ON_TARGETS = ("model_id", "dtype", "quantization", "vocabulary_size")
+_SAME_ON_TARGETS = ("model_id", "dtype", "kv_cache_dtype", "quantization", "vocabulary_size")
 
 
 class PairingError(ValueError):
@@ -20,9 +20,9 @@ def check_pairing(
 ) -> None:
     """Raises PairingError unless the worker `new` fits every one of `others`, each given by name and description.
 
-    Targets must hold the same model in the same number format and quantisation, so that any of them can take over a
-    sequence. A draft must have the target's tokenizer; with an empty digest (it works with any) its vocabulary must not
-    be the smaller one. Drafts need not fit each other.
+    Targets must hold the same model in the same number format and quantisation, and KV in one format, so that any of
+    them can take over a sequence. A draft must have the target's tokenizer; with an empty digest (it works with any)
+    its vocabulary must not be the smaller one. Drafts need not fit each other.
     """
     for other_name, other in others:
         if new.role == other.role == worker_pb2.ROLE_TARGET:

@@ -287,21 +287,77 @@ typedef struct {
     ptrdiff_t query_heads, kv_heads, head_dim, page_size, pages;
 } Shape;
 
-// Element of a pool [2, pages, kv_heads, page_size, head_dim].
-static element *kv_of(element *pool, const Shape *shape, int values, int64_t page, ptrdiff_t head, ptrdiff_t offset) {
-    return pool + (((values * shape->pages + page) * shape->kv_heads + head) * shape->page_size + offset) *
-                      shape->head_dim;
+// A row of numbers [2, pages, kv_heads, page_size, head_dim].
+static const double *kv_of(
+    const double *numbers, const Shape *shape, int values, int64_t page, ptrdiff_t head, ptrdiff_t offset) {
+    return numbers + (((values * shape->pages + page) * shape->kv_heads + head) * shape->page_size + offset) *
+                         shape->head_dim;
 }
 
-static void check_attention_row(const element *got, const element *query, element *pool, const Shape *shape,
+// Random keys and values, and a pool that holds them, or what is left of them as codes. Some rows are zeros.
+static void *random_pool(double *numbers, const Shape *shape, int quantized) {
+    ptrdiff_t heads = 2 * shape->pages * shape->kv_heads, page_size = shape->page_size, head_dim = shape->head_dim;
+    element *elements = random_elements(heads * page_size * head_dim);
+    for (ptrdiff_t row = 0; row < heads * page_size; row += 29) memset(elements + row * head_dim, 0, head_dim * sizeof *elements);
+    for (ptrdiff_t i = 0; i < heads * page_size * head_dim; i++) numbers[i] = number(elements[i]);
+    if (!quantized) return elements;
+    ptrdiff_t head_bytes = page_size * (head_dim + sizeof(float));
+    char *pool = NEW(char, heads * head_bytes);
+    for (ptrdiff_t row = 0; row < heads * page_size; row++) {
+        double *from = numbers + row * head_dim;
+        char *head = pool + row / page_size * head_bytes;
+        float scale = 0;
+        for (ptrdiff_t i = 0; i < head_dim; i++) scale = fmaxf(scale, fabsf((float)from[i]) / 127);
+        memcpy(head + page_size * head_dim + row % page_size * sizeof scale, &scale, sizeof scale);
+        for (ptrdiff_t i = 0; i < head_dim; i++) {
+            int8_t code = scale ? (int8_t)nearbyintf((float)from[i] / scale) : 0;
+            head[row % page_size * head_dim + i] = code, from[i] = (double)scale * code;
+        }
+    }
+    free(elements);
+    return pool;
+}
+
+// Keys, not rotated, and values are written as `random_pool` has them.
+static void check_write(const Shape *shape, int quantized) {
+    ptrdiff_t rows = shape->pages * shape->page_size, kv_size = shape->kv_heads * shape->head_dim;
+    ptrdiff_t width = (shape->query_heads + 2 * shape->kv_heads) * shape->head_dim;
+    ptrdiff_t row_size = shape->head_dim * (quantized ? 1 : sizeof(element)) + (quantized ? sizeof(float) : 0);
+    ptrdiff_t bytes = 2 * rows * shape->kv_heads * row_size;
+    uint64_t before = state;
+    double *numbers = NEW(double, 2 * rows * kv_size), *kept = NEW(double, 2 * rows * kv_size);
+    element *elements = random_pool(numbers, shape, 0), *qkv = NEW(element, rows * width);
+    state = before;
+    char *expected = random_pool(kept, shape, quantized), *pool = NEW(char, bytes);
+    float *cosines = NEW(float, rows * shape->head_dim), *sines = NEW(float, rows * shape->head_dim);
+    int64_t *slots = NEW(int64_t, rows);
+    for (ptrdiff_t i = 0; i < rows * shape->head_dim; i++) cosines[i] = 1;
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        slots[row] = rows - 1 - row;
+        for (ptrdiff_t head = 0; head < 2 * shape->kv_heads; head++) {
+            const double *from = kv_of(numbers, shape, head / shape->kv_heads, slots[row] / shape->page_size,
+                head % shape->kv_heads, slots[row] % shape->page_size);
+            memcpy(qkv + row * width + (shape->query_heads + head) * shape->head_dim, elements + (from - numbers),
+                shape->head_dim * sizeof *qkv);
+        }
+    }
+    element *queries = NEW(element, rows * shape->query_heads * shape->head_dim);
+    spool_rotate_write(queries, pool, qkv, cosines, sines, slots, NULL, NULL, 0, rows, shape->query_heads,
+        shape->kv_heads, shape->head_dim, shape->page_size, shape->pages, quantized);
+    end_unless(!memcmp(pool, expected, bytes), "rotate_write");
+    free(numbers), free(kept), free(elements), free(qkv), free(expected), free(pool), free(cosines), free(sines);
+    free(slots), free(queries);
+}
+
+static void check_attention_row(const element *got, const element *query, const double *kv, const Shape *shape,
     const int64_t *pages, ptrdiff_t seen, ptrdiff_t head, const Rule *rule) {
     ptrdiff_t kv_head = head / (shape->query_heads / shape->kv_heads);
     ptrdiff_t first = rule->window && seen > rule->window ? seen - rule->window : 0;
     double *weights = NEW(double, seen), total = rule->sinks ? exp(rule->sinks[head]) : 0;
     for (ptrdiff_t position = first; position < seen; position++) {
-        const element *key = kv_of(pool, shape, 0, pages[position / shape->page_size], kv_head, position % shape->page_size);
+        const double *key = kv_of(kv, shape, 0, pages[position / shape->page_size], kv_head, position % shape->page_size);
         double score = 0;
-        for (ptrdiff_t i = 0; i < shape->head_dim; i++) score += number(query[i]) * number(key[i]);
+        for (ptrdiff_t i = 0; i < shape->head_dim; i++) score += number(query[i]) * key[i];
         score *= rule->scaling;
         total += weights[position] = exp(rule->cap ? rule->cap * tanh(score / rule->cap) : score);
     }
@@ -309,17 +365,18 @@ static void check_attention_row(const element *got, const element *query, elemen
         double exact = 0;
         for (ptrdiff_t position = first; position < seen; position++)
             exact += weights[position] / total *
-                     number(kv_of(pool, shape, 1, pages[position / shape->page_size], kv_head, position % shape->page_size)[i]);
+                     kv_of(kv, shape, 1, pages[position / shape->page_size], kv_head, position % shape->page_size)[i];
         end_unless(fabs(number(got[i]) - exact) < 4 * HALF_BIT * fmax(fabs(exact), 0.5), "attend");
     }
     free(weights);
 }
 
-static void check_attention(const Shape *shape, const Rule *rule) {
+static void check_attention(const Shape *shape, const Rule *rule, int quantized) {
     enum { BLOCKS = 3 };
     const ptrdiff_t starts[BLOCKS] = {0, 37, 15}, heights[BLOCKS] = {8, 5, 1};
     ptrdiff_t row_size = shape->query_heads * shape->head_dim, half = shape->pages * shape->kv_heads * shape->page_size;
-    element *pool = random_elements(2 * half * shape->head_dim);
+    double *kv = NEW(double, 2 * half * shape->head_dim);
+    void *pool = random_pool(kv, shape, quantized);
     int64_t *pages = NEW(int64_t, shape->pages);
     Block *blocks = NEW(Block, BLOCKS);
     ptrdiff_t rows = 0, listed = 0;
@@ -333,31 +390,32 @@ static void check_attention(const Shape *shape, const Rule *rule) {
     element *queries = random_elements(rows * row_size), *to = NEW(element, rows * row_size);
     element *alone = NEW(element, row_size);
     end_unless(!spool_attend(to, queries, pool, pages, blocks, BLOCKS, 8, 42, rule, shape->query_heads,
-                   shape->kv_heads, shape->head_dim, shape->page_size, shape->pages),
+                   shape->kv_heads, shape->head_dim, shape->page_size, shape->pages, quantized),
         "attend: no memory");
     for (int i = 0; i < BLOCKS; i++)
         for (ptrdiff_t row = 0; row < blocks[i].rows; row++) {
             ptrdiff_t place = (blocks[i].first_row + row) * row_size, seen = blocks[i].start + row + 1;
             const Block block = {0, 1, blocks[i].start + row, blocks[i].first_page};
             for (ptrdiff_t head = 0; head < shape->query_heads; head++)
-                check_attention_row(to + place + head * shape->head_dim, queries + place + head * shape->head_dim, pool,
+                check_attention_row(to + place + head * shape->head_dim, queries + place + head * shape->head_dim, kv,
                     shape, pages + blocks[i].first_page, seen, head, rule);
             spool_attend(alone, queries + place, pool, pages, &block, 1, 1, seen, rule, shape->query_heads,
-                shape->kv_heads, shape->head_dim, shape->page_size, shape->pages);
+                shape->kv_heads, shape->head_dim, shape->page_size, shape->pages, quantized);
             end_unless(!memcmp(alone, to + place, row_size * sizeof *alone), "attend: a row alone has other bits");
         }
-    free(pool), free(pages), free(blocks), free(queries), free(to), free(alone);
+    free(pool), free(kv), free(pages), free(blocks), free(queries), free(to), free(alone);
 }
 
 // --- whole layers -----------------------------------------------------------------------------------------------------
 
 // Positions [0, rows) of one sequence through the layers, `together` at a time, to `residual`.
 static void run_layers(element *residual, const Layer *layers, ptrdiff_t count, ptrdiff_t rows, ptrdiff_t together,
-    const Shape *shape, const int64_t *pages) {
+    const Shape *shape, const int64_t *pages, int quantized) {
     ptrdiff_t hidden = layers->hidden, head_dim = shape->head_dim;
-    ptrdiff_t pool_size = 2 * shape->pages * shape->kv_heads * shape->page_size * head_dim;
-    element **pools = NEW(element *, count);
-    for (ptrdiff_t i = 0; i < count; i++) pools[i] = NEW(element, pool_size);
+    ptrdiff_t row_size = quantized ? head_dim + sizeof(float) : head_dim * sizeof(element);
+    ptrdiff_t pool_size = 2 * shape->pages * shape->kv_heads * shape->page_size * row_size;
+    void **pools = NEW(void *, count);
+    for (ptrdiff_t i = 0; i < count; i++) pools[i] = NEW(char, pool_size);
     for (ptrdiff_t first = 0; first < rows; first += together) {
         ptrdiff_t height = rows - first < together ? rows - first : together;
         float *cosines = NEW(float, height * head_dim), *sines = NEW(float, height * head_dim);
@@ -374,7 +432,7 @@ static void run_layers(element *residual, const Layer *layers, ptrdiff_t count, 
         }
         const Block block = {0, height, first, 0};
         const Pass pass = {cosines, sines, slots, pages, &block, scratch, height, 1, height, first + height,
-            shape->page_size, shape->pages};
+            shape->page_size, shape->pages, quantized};
         end_unless(!spool_layers(residual + first * hidden, pools, layers, count, &pass), "layers: no memory");
         free(cosines), free(sines), free(slots), free(scratch);
     }
@@ -388,7 +446,7 @@ static element *random_panels(ptrdiff_t out, ptrdiff_t in) {
     return panels;
 }
 
-static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, ptrdiff_t rows) {
+static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, ptrdiff_t rows, int quantized) {
     enum { LAYERS = 2 };
     ptrdiff_t queries = shape->query_heads * shape->head_dim, qkv = queries + 2 * shape->kv_heads * shape->head_dim;
     Layer layers[LAYERS];
@@ -403,12 +461,12 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     element *together = NEW(element, rows * hidden);
     size_t size = rows * hidden * sizeof *inputs;
     memcpy(one_by_one, inputs, size);
-    run_layers(one_by_one, layers, LAYERS, rows, 1, shape, pages);
+    run_layers(one_by_one, layers, LAYERS, rows, 1, shape, pages, quantized);
     end_unless(memcmp(one_by_one, inputs, size), "layers add nothing");
     for (ptrdiff_t i = 0; i < rows * hidden; i++) end_unless(isfinite(number(one_by_one[i])), "layers: no number");
     for (ptrdiff_t count = 2; count <= rows; count += 3) {
         memcpy(together, inputs, size);
-        run_layers(together, layers, LAYERS, rows, count, shape, pages);
+        run_layers(together, layers, LAYERS, rows, count, shape, pages, quantized);
         end_unless(!memcmp(together, one_by_one, size), "layers: rows together have other bits");
     }
     for (int i = 0; i < LAYERS; i++) {
@@ -444,10 +502,14 @@ int main(void) {
     const float sinks[] = {0.5f, -1, 2, 0, 1, 0.25f};
     const Rule rules[] = {{NULL, 0, 0.125f, 0}, {NULL, 1, 0.125f, 0}, {NULL, 19, 0.125f, 0}, {NULL, 0, 0.25f, 1.5f},
         {sinks, 0, 0.125f, 0}, {sinks, 33, 0.25f, 2}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        for (size_t j = 0; j < sizeof rules / sizeof *rules; j++) check_attention(shapes + i, rules + j);
-    check_layers(shapes, 64, 96, 19);
-    check_layers(shapes + 1, 96, 32, 11);
+    for (int quantized = 0; quantized < 2; quantized++) {
+        for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+            check_write(shapes + i, quantized);
+            for (size_t j = 0; j < sizeof rules / sizeof *rules; j++) check_attention(shapes + i, rules + j, quantized);
+        }
+        check_layers(shapes, 64, 96, 19, quantized);
+        check_layers(shapes + 1, 96, 32, 11, quantized);
+    }
     printf("agree: %d lanes, %s\n", LANES,
         spool_has_tiles() ? "tiles" : FACTOR_ELEMENTS == 2 ? "products of pairs" : "products");
     return 0;

@@ -252,14 +252,32 @@ async def decode(
         return outputs, service
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, dtype: str) -> None:
-    plain, _ = asyncio.run(decode([load(target_folder, dtype=dtype)], leaves=False))
-    moved, service = asyncio.run(decode([load(target_folder, dtype=dtype) for _ in range(2)], leaves=True))
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}], ids=str
+)
+def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, settings: dict[str, str]) -> None:
+    plain, _ = asyncio.run(decode([load(target_folder, **settings)], leaves=False))
+    moved, service = asyncio.run(decode([load(target_folder, **settings) for _ in range(2)], leaves=True))
     moves = service.core.snapshot().moves
     assert moves.moves > 0
     assert moves.failed == 0
     assert moved == plain
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("auto", "int8"), ("int8", "auto")])
+def test_kv_of_another_dtype_is_refused(target_folder: Path, ours: str, theirs: str) -> None:
+    executors = [load(target_folder, kv_cache_dtype=dtype)[0] for dtype in (theirs, ours)]
+
+    async def run() -> None:
+        async with served(executors[0]) as source, served(executors[1]) as destination:
+            (reply,) = (await source.step(opening())).rows
+            assert reply.status == worker_pb2.ROW_STATUS_OK
+            code, reason = await refusal(destination, import_from(source.address))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            names = {"auto": "float32", "int8": "int8"}
+            assert f"dtype of the KV to come is {names[theirs]}, must be {names[ours]}" in reason
+
+    asyncio.run(run())
 
 
 def test_kv_with_another_compute_digest_is_computed_anew(target_folder: Path) -> None:

@@ -181,21 +181,28 @@ def test_chat_refuses_priorities_that_cannot_be(capsys: pytest.CaptureFixture[st
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("quantization", "mebibytes"), [("none", 16), ("int4", 10)])
-def test_what_a_model_takes_is_said_before_it_is_started(quantization: str, mebibytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "kv_cache_dtype", "mebibytes", "kv", "kv_bytes"),
+    [("none", "auto", 16, "0.5 KiB", 512), ("int4", "int8", 10, "0.3 KiB", 288)],
+)
+def test_what_a_model_takes_is_said_before_it_is_started(
+    quantization: str, kv_cache_dtype: str, mebibytes: int, kv: str, kv_bytes: int, tmp_path: Path
+) -> None:
     """Nearly all are two tables of 65,536 x 64 numbers, of 2 bytes in bfloat16, of 1.25 in 8 bits with their scales; a
-    token has two vectors of 32 numbers for each of 2 heads in 2 layers."""
+    token has two vectors of 32 numbers for each of 2 heads in 2 layers, in 8 bits each with 4 bytes of scale."""
     tiny_model("llama", vocab_size=2**16).save_pretrained(tmp_path)
     options = ("models", "fetch", tmp_path, "--dtype", "bfloat16", "--quantization", quantization)
+    options += ("--kv-cache-dtype", kv_cache_dtype)
     on_cpu, on_gpu = spool_here(*options).err, spool_here(*options, "--gpu-memory", 4)
-    said = f"quantization {quantization}, up to {mebibytes} MiB of weights, 0.5 KiB of KV for each token, so 2,097,152"
+    said = f"quantization {quantization}, up to {mebibytes} MiB of weights, {kv} of KV for each token, so "
+    said += f"{2**30 // kv_bytes:,}"
     assert said in on_cpu
     assert said in on_gpu.err
     memory = model_memory("target", tmp_path, "bfloat16", 192, 1, quantization)
     room = 4 * 2**30 * 0.9 - (mebibytes << 20) - memory.workspace
     tokens = re.search(r"a GPU of 4 GiB also has room for ([\d,]+) tokens of KV", on_gpu.err)
     assert tokens is not None
-    assert int(tokens[1].replace(",", "")) * 512 == pytest.approx(room, rel=1e-3)
+    assert int(tokens[1].replace(",", "")) * kv_bytes == pytest.approx(room, rel=1e-3)
     small = spool_here(*options, "--gpu-memory", 1)
     assert small.code == 1
     assert "the GPU is too small: it has 1.0 GiB" in small.err

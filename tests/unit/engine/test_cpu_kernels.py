@@ -76,9 +76,17 @@ def test_a_linear_layer(kernels: CpuKernels, inputs: int, outputs: int, biased: 
 class Pages:
     """A pool of random keys and values, and sequences on pages in no order."""
 
-    def __init__(self, kernels: CpuKernels, query_heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:
-        self.layer = LayerKv(PAGES, kv_heads, page_size, head_dim, kernels.dtype, torch.device("cpu"))
-        self.layer.pool.copy_(rounded(kernels, *self.layer.pool.shape))
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        quantized: bool = False,
+    ) -> None:
+        self.layer = LayerKv(PAGES, kv_heads, page_size, head_dim, kernels.dtype, torch.device("cpu"), quantized)
+        self.layer.fill(rounded(kernels, 2, PAGES, kv_heads, page_size, head_dim))
         self.page_size = page_size
         self.query_heads = query_heads
         self.head_dim = head_dim
@@ -95,7 +103,7 @@ class Pages:
 
     def exact(self, span: Span, queries: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """Attention of a span's rows `[rows, query_heads, head_dim]`, in float64."""
-        keys, values = self.layer.pool.double()[:, list(span.pages)].transpose(1, 2).flatten(2, 3)
+        keys, values = self.layer.content().double()[:, list(span.pages)].transpose(1, 2).flatten(2, 3)
         group = self.query_heads // keys.shape[0]
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * rule.scaling
@@ -120,13 +128,14 @@ PLACES = [(0, 1), (15, 1), (16, 1), (200, 5), (3, 40), (47, 2), (0, 17), (250, 1
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
 @pytest.mark.parametrize(
     ("shape", "rule"), [(SHAPES[1], rule) for rule in list(RULES)[:-1]] + [(shape, "all") for shape in SHAPES], ids=str
 )
 def test_attention_and_the_bits_of_each_row_alone(
-    kernels: CpuKernels, shape: tuple[int, int, int, int], rule: str
+    kernels: CpuKernels, shape: tuple[int, int, int, int], rule: str, quantized: bool
 ) -> None:
-    pages = Pages(kernels, *shape)
+    pages = Pages(kernels, *shape, quantized)
     backend = KernelBackend(kernels, shape[3])
     spans = pages.spans(PLACES)
     rows = spans[-1].first_row + spans[-1].rows
@@ -144,15 +153,18 @@ def test_attention_and_the_bits_of_each_row_alone(
             assert torch.equal(alone.attend(pages.layer, queries[place], RULES[rule]), attended[place])
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
 @pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (29, 31), (60, 63)])
-def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels, start: int, first_bad: int) -> None:
-    pages = Pages(kernels, 6, 2, 64, 16)
+def test_what_a_row_does_not_see_may_be_no_number(
+    kernels: CpuKernels, start: int, first_bad: int, quantized: bool
+) -> None:
+    pages = Pages(kernels, 6, 2, 64, 16, quantized)
     (span,) = pages.spans([(start, 6)])
     backend = KernelBackend(kernels, 16)
     queries = rounded(kernels, 6, 6, 64, seed=9)
     before = backend.plan([span], 6).attend(pages.layer, queries, RULES["plain"])
     for position in range(first_bad, len(span.pages) * 16):
-        pages.layer.pool[:, span.pages[position // 16], :, position % 16] = torch.nan
+        pages.layer.parts[-1][:, span.pages[position // 16], :, position % 16] = torch.nan
     after = backend.plan([span], 6).attend(pages.layer, queries, RULES["plain"])
     unharmed = first_bad - start
     assert torch.equal(after[:unharmed], before[:unharmed])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import GpuMemoryError
+from engine.kv.paged_kv import PagedKv
 from engine.models.families import joined
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
@@ -63,6 +66,17 @@ def test_what_cannot_fit_is_refused_with_numbers(gigabytes: int, workers: str, s
         plan_memory(gigabytes * GB, 0.9, WORKERS[workers])
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quantized_kv_takes_what_its_pages_do(ranks: int, tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path, num_key_value_heads=2, head_dim=32)
+    memory = partial(model_memory, "target", folder, "bfloat16", 100, ranks)
+    plain, quantized = memory(), memory(quantized_kv=True)
+    assert replace(quantized, kv_bytes_per_token=plain.kv_bytes_per_token) == plain
+    shape = KvShape.of(AutoConfig.from_pretrained(folder))
+    kv = PagedKv(shape.layers, 3, 8, shape.kv_heads // ranks, 32, torch.bfloat16, torch.device("cpu"), True)
+    assert sum(layer.pool.nbytes for layer in kv.layers) == 4 * 8 * quantized.kv_bytes_per_token
 
 
 def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:

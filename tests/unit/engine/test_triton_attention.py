@@ -38,9 +38,12 @@ def _fixed_order(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     multiply_in_one_order(monkeypatch)
 
 
-def filled(kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE_SIZES[0]) -> PagedKv:
-    kv = PagedKv(1, POSITIONS // page_size, page_size, kv_heads, head_dim, dtype, CPU)
-    kv.layers[0].pool.copy_(torch.randn(kv.layers[0].pool.shape, generator=torch.Generator().manual_seed(1)))
+def filled(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE_SIZES[0], quantized: bool = False
+) -> PagedKv:
+    kv = PagedKv(1, POSITIONS // page_size, page_size, kv_heads, head_dim, dtype, CPU, quantized)
+    shape = (2, kv.pages, kv_heads, page_size, head_dim)
+    kv.layers[0].fill(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
     return kv
 
 
@@ -64,7 +67,7 @@ def by_hand(layer: LayerKv, query: torch.Tensor, rule: AttentionRule, batch: lis
     kv_heads, head_dim = layer.kv_heads, query.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for span in batch:
-        keys, values = layer.pool[:, list(span.pages)].double().transpose(1, 2).flatten(2, 3)
+        keys, values = layer.content()[:, list(span.pages)].double().transpose(1, 2).flatten(2, 3)
         for place in range(span.rows):
             seen = span.start + place + 1
             window = slice(max(0, seen - (rule.window or seen)), seen)
@@ -82,6 +85,7 @@ def by_hand(layer: LayerKv, query: torch.Tensor, rule: AttentionRule, batch: lis
 
 # The interpreter cannot multiply bfloat16.
 @pytest.mark.parametrize(("dtype", "page_size", "tolerance"), [(torch.float32, 16, 1e-5), (torch.float16, 32, 0.005)])
+@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_each_row_attends_to_what_it_sees(
     kernel: ModuleType,
@@ -91,8 +95,9 @@ def test_each_row_attends_to_what_it_sees(
     page_size: int,
     dtype: torch.dtype,
     tolerance: float,
+    quantized: bool,
 ) -> None:
-    kv = filled(kv_heads, head_dim, dtype, page_size)
+    kv = filled(kv_heads, head_dim, dtype, page_size, quantized)
     batch = spans(page_size=page_size)
     rows = sum(rows for _, rows in PLACES)
     query = random_query(rows + 2, heads, head_dim).to(dtype)
@@ -105,12 +110,13 @@ def test_each_row_attends_to_what_it_sees(
         assert not found[rows:].any()  # padding rows belong to no sequence
 
 
-def test_what_lies_on_other_pages_does_not_leak_in(kernel: ModuleType) -> None:
+@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
+def test_what_lies_on_other_pages_does_not_leak_in(kernel: ModuleType, quantized: bool) -> None:
     heads, kv_heads, head_dim = 8, 2, 64
-    kv = filled(kv_heads, head_dim, torch.float32)
+    kv = filled(kv_heads, head_dim, torch.float32, quantized=quantized)
     query = random_query(5, heads, head_dim)
     backend = kernel.TritonBackend(heads, kv_heads, PAGE_SIZES[0], CPU)
-    pool = kv.layers[0].pool
+    pool = kv.layers[0].parts[-1]
     for span in (Span(0, 5, 62, [7, 3, 11, 30, 2]), Span(0, 5, 254, [*range(40, 56), 2])):
         content = pool.clone()
         before = backend.plan([span], 5).attend(kv.layers[0], query, PLAIN)
@@ -124,9 +130,11 @@ HEADS, KV_HEADS, HEAD_DIM = 3, 1, 8
 COMPANIES = [[(20, 1), (62, 5), (0, 8), (130, 1), (0, 1)], [*BORDERS[::-1], (700, 1), (5, 2)]]
 
 
-def rows_with_other_bits(kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule) -> list[int]:
+def rows_with_other_bits(
+    kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule, quantized: bool = False
+) -> list[int]:
     """The rows of a pass whose output is not that of the same row in a call of its own."""
-    kv = filled(KV_HEADS, HEAD_DIM, torch.float32)
+    kv = filled(KV_HEADS, HEAD_DIM, torch.float32, quantized=quantized)
     query = random_query(sum(rows for _, rows in places), HEADS, HEAD_DIM)
     backend = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU)
     together = backend.plan(spans(places), len(query)).attend(kv.layers[0], query, rule)
@@ -147,6 +155,12 @@ def test_bits_of_a_row_do_not_depend_on_its_company(
     kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule
 ) -> None:
     assert rows_with_other_bits(kernel, places, rule) == []
+
+
+@pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize("places", COMPANIES)
+def test_bits_over_codes_do_not_depend_on_company(kernel: ModuleType, places: list[tuple[int, int]]) -> None:
+    assert rows_with_other_bits(kernel, places, RULES[2], quantized=True) == []
 
 
 def outputs_by_kept_splits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,14 @@ class Heads:
     """Random heads of rows, their angles and places in a pool, which holds something else everywhere."""
 
     def __init__(
-        self, rows: int, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, normalized: bool
+        self,
+        rows: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        normalized: bool,
+        quantized: bool = False,
     ) -> None:
         self.query_heads, self.kv_heads, self.dtype = query_heads, kv_heads, dtype
         self.qkv = random(dtype, rows, (query_heads + 2 * kv_heads) * head_dim)
@@ -72,17 +80,17 @@ class Heads:
         self.norms = None
         if normalized:
             self.norms = (random(dtype, head_dim, seed=6), random(dtype, head_dim, seed=7), 1e-6)
-        self.pool = LayerKv(PAGES, kv_heads, PAGE, head_dim, dtype, CPU).pool
-        self.pool.copy_(random(dtype, *self.pool.shape, seed=8))
+        self.layer = LayerKv(PAGES, kv_heads, PAGE, head_dim, dtype, CPU, quantized)
+        self.layer.fill(random(dtype, 2, PAGES, kv_heads, PAGE, head_dim, seed=8))
 
     def rotate_write(
         self, kernels: ModuleType, rows: slice, qkv: Parts | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and the pool `[2, slots, kv_heads, head_dim]`, for a part of the rows."""
-        pool = self.pool.clone()
+        """Queries, and keys and values `[2, slots, kv_heads, head_dim]`, for a part of the rows."""
+        layer = copy.deepcopy(self.layer)
         given = [values[rows].contiguous() for values in (self.cos, self.sin, self.slots)]
-        queries = kernels.rotate_write(qkv or whole(self.qkv[rows]), *given, pool, self.query_heads, self.norms)
-        return queries, self.by_slot(pool)
+        queries = kernels.rotate_write(qkv or whole(self.qkv[rows]), *given, layer, self.query_heads, self.norms)
+        return queries, self.by_slot(layer.content())
 
     @staticmethod
     def by_slot(pool: torch.Tensor) -> torch.Tensor:
@@ -108,6 +116,24 @@ def test_bits_of_a_row_do_not_depend_on_its_company(kernels: ModuleType) -> None
             for row in exclusive.keys() & range(first, first + count):
                 for several, alone in zip(together, exclusive[row], strict=True):
                     assert torch.equal(several[row - first], alone[0])
+
+
+@dtypes
+@pytest.mark.parametrize("normalized", [False, True])
+def test_codes_are_those_of_the_rows_that_are_written_else(
+    kernels: ModuleType, dtype: torch.dtype, normalized: bool
+) -> None:
+    plain, coded = (Heads(9, 6, 3, 80, dtype, normalized, quantized) for quantized in (False, True))
+    plain.qkv[2] = 0
+    plain.qkv[3] *= 1e-6
+    coded.qkv.copy_(plain.qkv)
+    queries, elements = plain.rotate_write(kernels, slice(None))
+    of_codes, numbers = coded.rotate_write(kernels, slice(None))
+    assert torch.equal(queries, of_codes)
+    expected = copy.deepcopy(coded.layer)
+    places = (coded.slots // PAGE * 3 * PAGE + coded.slots % PAGE)[:, None] + torch.arange(3) * PAGE
+    expected.write(places.flatten(), *elements[:, coded.slots].flatten(1, 2).to(dtype))
+    assert torch.equal(numbers, coded.by_slot(expected.content()))
 
 
 @dtypes

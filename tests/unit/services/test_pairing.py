@@ -10,7 +10,7 @@ from services.scheduler.workers.pairing import PairingError, check_pairing
 
 def target(**fields: Any) -> worker_pb2.WorkerDescription:
     known = {"model_id": "m", "dtype": "bfloat16", "vocabulary_size": 100, "tokenizer_digest": b"\xaa" * 32}
-    known["quantization"] = "none"
+    known |= {"quantization": "none", "kv_cache_dtype": "bfloat16"}
     return worker_pb2.WorkerDescription(role=worker_pb2.ROLE_TARGET, **known | fields)
 
 
@@ -55,6 +55,7 @@ def test_draft_that_does_not_fit_whoever_comes_first(fields: dict[str, Any], mes
         ({"model_id": "n"}, "model_id n and m"),
         ({"dtype": "float32", "vocabulary_size": 7}, "dtype float32 and bfloat16; vocabulary_size 7 and 100"),
         ({"quantization": "int8"}, "quantization int8 and none"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and bfloat16"),
         ({"tokenizer_digest": b""}, "tokenizer digest none and aaaaaaaaaaaa"),
         ({"exact_row_counts": [4]}, "exact mode on and off"),
     ],
