@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from engine.cpu.threads import keep_threads_apart
 from engine.errors import one_line
 from engine.settings import EngineSettings
 from scheduler.messages import Role
@@ -160,6 +161,7 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
         raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
     if arguments.role is Role.DRAFT and settings.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
+    keep_threads_apart(settings)
     with importing():
         from engine.models.loading import load_draft_engine, load_target_engine
     if arguments.role is Role.DRAFT:

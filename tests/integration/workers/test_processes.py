@@ -23,11 +23,13 @@ from scheduler.state.digests import EMPTY_DIGEST
 from services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from tests.support.stand_in_worker import continuation
+from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+PROCESSORS = os.sched_getaffinity(0)
 PROMPT = [5, 6, 7, 8, 9]
 DESCRIBE = worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION)
 
@@ -99,6 +101,20 @@ async def test_draft_and_target_are_processes_of_their_own() -> None:
         ("up", 1.0),
     }
     assert not any(alive(worker.process_id) for worker in workers)
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+@pytest.mark.parametrize("threads", [len(PROCESSORS), 1])
+async def test_threads_that_fill_a_machine_keep_to_processors_of_their_own(threads: int, tmp_path: Path) -> None:
+    """Those that compute, and not the first one, which answers calls meanwhile."""
+    settings = {"model": str(save_tiny_pair("llama", tmp_path)[0]), "threads": threads, "kv_pages": 8}
+    launch = WorkerLaunch(Role.TARGET, settings, threads=threads, environment={"PYTHONPATH": str(ROOT)})
+    async with WorkerLauncher([launch]) as launcher:
+        worker = launcher.workers[0].process_id
+        allowed = {thread.id: os.sched_getaffinity(thread.id) for thread in psutil.Process(worker).threads()}
+    kept = {min(processors) for processors in allowed.values() if len(processors) == 1}
+    assert kept == (PROCESSORS if threads > 1 else set())
+    assert allowed[worker] == PROCESSORS
 
 
 async def test_steps_run_in_order_and_the_server_stays_live() -> None:
