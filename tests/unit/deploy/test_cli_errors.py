@@ -102,6 +102,8 @@ def test_bad_input(folder: Path, arguments: list[str], message: str) -> None:
         ("verify --reference oracle", "'oracle' is not one of 'generate'"),
         ("verify --reference generate --temperature 1", "temperature is 1.0, must be 0 with --reference generate"),
         ("verify --reference generate --quantization int8", "quantization is int8, must be auto or none with"),
+        ("verify --reference generate --kv-cache-dtype int8", "kv_cache_dtype is int8, must be auto with"),
+        ("generate --kv-cache-dtype int4", "'--kv-cache-dtype': 'int4' is not one of 'auto', 'int8'"),
         ("generate target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
         ("generate target --output .", "cannot read .: Is a directory"),
         ("generate target --output good.jsonl", "good.jsonl:1 is no line of results"),

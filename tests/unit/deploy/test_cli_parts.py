@@ -15,6 +15,7 @@ from deploy.offline.prompts import Prompt, load_prompts
 from deploy.offline.results import settings_digest
 from deploy.options import (
     GenerateSettings,
+    KvCacheDtype,
     ModelSettings,
     Quantization,
     RunSettings,
@@ -96,10 +97,11 @@ def test_settings_digest_follows_what_changes_text() -> None:
         GenerateSettings(models=ModelSettings(target="another")),
         GenerateSettings(models=ModelSettings(exact=False)),
         GenerateSettings(models=ModelSettings(quantization=Quantization.INT4)),
+        GenerateSettings(models=ModelSettings(kv_cache_dtype=KvCacheDtype.INT8)),
     ]
     digest = settings_digest(plain, b"v")
     assert {settings_digest(settings, b"v") for settings in same} == {digest}
-    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 7
+    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 8
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------
