@@ -1,6 +1,6 @@
 """The perplexity of a text by a model, as llama.cpp's program llama-perplexity counts it. JSON on the last line.
 
-    python -m bench.perplexity MODEL TEXT [--quantization int8] [--llama FOLDER]
+    python -m bench.perplexity MODEL TEXT [--quantization int8] [--kv-cache-dtype int8] [--llama FOLDER]
 
 The text is cut into chunks of 512 tokens; of each, the second half is scored, given all tokens of the chunk before.
 MODEL is a folder or a GGUF file. With --llama, the folder of llama.cpp's programs, the same file and text are given to
