@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "index of another file": (_point_elsewhere, "index.json names model-00009.safetensors, which is not in the folder"),
     "broken config": (_write("config.json", "{"), "config.* not a valid JSON file"),
     "no type": (configure(model_type=None, architectures=None), "should have a `model_type`"),
+    "unknown type": (configure(model_type="nobodys"), "transformers cannot load"),
     "wrong field": (configure(hidden_size="wide"), "'hidden_size' expected int"),
     "no vocab_size": (configure(vocab_size=None), r"weight has the shape \[96, 64\], must have \[32000, 64"),
     "more layers": (configure(num_hidden_layers=3), r"holds no model\.layers\.2"),
@@ -166,8 +168,11 @@ def load_rank(folder: Path) -> None:
         load_target_engine(settings, lambda *_: None, start)
 
 
-@pytest.mark.parametrize("load", [load_target, load_draft, load_rank])
-@pytest.mark.parametrize("damage", DAMAGES)
+# Each by the target's way of loading and, in turn, by one of the others.
+@pytest.mark.parametrize(
+    ("damage", "load"),
+    [*((damage, load_target) for damage in DAMAGES), *zip(DAMAGES, cycle([load_draft, load_rank]), strict=False)],
+)
 def test_a_damaged_folder_is_refused(damage: str, load: Callable[[Path], None], whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
     make, message = DAMAGES[damage]
@@ -188,6 +193,7 @@ def test_pickled_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
         load_target(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_line_names_the_tensor_that_is_missing(ranks: int, whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "damaged"))

@@ -21,6 +21,7 @@ def folders() -> dict[Role, Path]:
     return build_demo_models(lambda stage, fraction: None)
 
 
+@pytest.mark.slow
 def test_the_target_answers(folders: dict[Role, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[Role.TARGET])
     model = transformers_model(folders[Role.TARGET], "auto")
@@ -35,6 +36,7 @@ def test_the_target_answers(folders: dict[Role, Path]) -> None:
     assert answer.endswith("<|im_end|>")
 
 
+@pytest.mark.slow
 def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
     # Other servers read every file of this kind in a model's folder as weights.
     assert len(list(folders[Role.DRAFT].glob("*.safetensors"))) == 1

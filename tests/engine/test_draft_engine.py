@@ -187,12 +187,7 @@ class Draft:
     """A draft engine, and sequences of its own."""
 
     def __init__(
-        self,
-        source: Path | PreTrainedModel,
-        monkeypatch: pytest.MonkeyPatch,
-        *,
-        chained: bool,
-        **changes: object,
+        self, source: Path | PreTrainedModel, monkeypatch: pytest.MonkeyPatch, *, chained: bool, **changes: object
     ) -> None:
         def engine_of(*given: object) -> DraftEngine:
             return DraftEngine(*given[:-1], chained)  # type: ignore[arg-type]

@@ -12,11 +12,9 @@ from engine.cpu.isa import AUTO
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
-from tests.support.in_process import Output, run_in_process
+from tests.support.in_process import Output, requests_of, run_in_process
 from tests.support.tiny_models import SPARSE, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -66,16 +64,7 @@ class Workers:
 
     def outputs(self, config: SchedulerConfig, prompts: list[list[int]], max_tokens: int) -> list[Output]:
         """Every second sequence is sampled."""
-        requests = [
-            SequenceRequest(
-                index,
-                tuple(prompt),
-                max_tokens,
-                sampling=SamplingParameters(temperature=0.8 * (index % 2), seed=index),
-                logits_digests=True,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        requests = requests_of(prompts, max_tokens, (0.0, 0.8))
         workers = self.workers if config.draft_length else {"target": self.workers["target"]}
         outputs = run_in_process(config, workers, requests)
         return [outputs[index] for index in range(len(prompts))]
@@ -114,12 +103,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("isa", "family", "shape", "dtype", "grid"), PAIRS)
 def test_tiny_pairs(
-    isa: str,
-    family: str,
-    shape: dict[str, int],
-    dtype: str,
-    grid: Sequence[tuple[Policy, int, int]],
-    tmp_path: Path,
+    isa: str, family: str, shape: dict[str, int], dtype: str, grid: Sequence[tuple[Policy, int, int]], tmp_path: Path
 ) -> None:
     compiled_kernels()
     folders = save_tiny_pair(family, tmp_path, **shape)

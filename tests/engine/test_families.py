@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +156,6 @@ def test_other_families_are_refused(family: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def save_llama(folder: Path, **changes: Any) -> None:
-    """With some fields of config.json changed."""
-    tiny_model(tiny_config("llama")).save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
 FACTORS = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}
 MSCALES = {"short_mscale": 1.0, "long_mscale": 1.0}
@@ -221,15 +213,3 @@ def test_layers_that_no_test_has_tried_are_refused(family: str, changed: dict[st
     config = tiny_config(family)
     with pytest.raises(UnsupportedModelError, match=reason):
         check_config(type(config)(**config.to_dict() | changed))
-
-
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    save_llama(tmp_path, quantization_config={"quant_method": "aqlm"})
-    with pytest.raises(UnsupportedModelError, match="weights quantised by aqlm, which are not supported"):
-        load(tmp_path)
-
-
-def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
-    save_llama(tmp_path, model_type="nobodys")
-    with pytest.raises(UnsupportedModelError, match="transformers cannot load"):
-        load(tmp_path)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
@@ -102,12 +101,7 @@ def draft(pair: Pair) -> DraftStepExecutor:
     ],
 )
 def test_output_is_that_of_generate(
-    pair: Pair,
-    target: TargetStepExecutor,
-    draft: DraftStepExecutor,
-    policy: Policy,
-    batch_size: int,
-    draft_length: int,
+    pair: Pair, target: TargetStepExecutor, draft: DraftStepExecutor, policy: Policy, batch_size: int, draft_length: int
 ) -> None:
     config = running(policy, batch_size=batch_size, draft_length=draft_length)
     count = len(pair.prompts)
@@ -173,14 +167,6 @@ def test_no_stop_token_comes_too_early(pair: Pair, target: TargetStepExecutor, d
     ]
     outputs = run_in_process(running(Policy.RAGGED), {"target": target, "draft": draft}, requests)
     assert [outputs[index].tokens for index in range(len(requests))] == expected
-
-
-@pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_prompt_lookup_changes_nothing(pair: Pair, target: TargetStepExecutor) -> None:
-    ngram = DraftStepExecutor(NgramEngine(), worker_epoch=1)
-    requests = [SequenceRequest(index, tuple(prompt), MAX_TOKENS) for index, prompt in enumerate(pair.prompts)]
-    outputs = run_in_process(running(Policy.EXSPEC), {"target": target, "draft": ngram}, requests)
-    assert [outputs[index].tokens for index in range(len(pair.plain))] == pair.plain
 
 
 # --- in bfloat16, by the CPU kernels ----------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from engine.settings import EngineSettings
 from engine.steps import VerifyRow
 from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
-from tests.support.in_process import Output, run_in_process
+from tests.support.in_process import Output, requests_of, run_in_process
 from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair
 
@@ -76,16 +75,7 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_length: int) -> dict[int, Output]:
     config = SchedulerConfig(batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=16)
-    requests = [
-        SequenceRequest(
-            index,
-            tuple(prompt),
-            MAX_TOKENS,
-            sampling=SamplingParameters(temperature=temperature, seed=index),
-            logits_digests=True,
-        )
-        for index, prompt in enumerate(PROMPTS)
-    ]
+    requests = requests_of(PROMPTS, MAX_TOKENS, (temperature,))
     return run_in_process(config, {"target": gang.target, "draft": gang.draft}, requests)
 
 

@@ -158,11 +158,7 @@ def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -
 
 @pytest.mark.parametrize(
     ("policy", "batch_size", "draft_length"),
-    [
-        (Policy.RAGGED, 1, 3),
-        pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow),
-        (Policy.RAGGED, 8, 6),
-    ],
+    [(Policy.RAGGED, 1, 3), pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow), (Policy.RAGGED, 8, 6)],
 )
 def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
     config = SchedulerConfig(

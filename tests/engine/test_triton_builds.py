@@ -193,8 +193,12 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
+# `make test-all` compiles for an A100 and an H100.
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "arguments"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [pytest.param(*case, marks=[] if case[1][0] in (80, 90) else pytest.mark.long) for case in CASES],
+)
 def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: ProcessPoolExecutor) -> None:
     architecture = arguments[0]
     found = compiler.submit(build_all, kind, arguments).result()

@@ -112,6 +112,4 @@ def test_clang_compiles_what_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch
     weight, rows = (torch.randn(size, 96).bfloat16() for size in (100, 13))
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        assert torch.equal(
-            *(kernels.linear(rows, kernels.to_panels(weight), None, 100) for kernels in (gcc, clang)),
-        )
+        assert torch.equal(*(kernels.linear(rows, kernels.to_panels(weight), None, 100) for kernels in (gcc, clang)))

@@ -17,22 +17,14 @@ from engine.kv.paged_kv import LayerKv
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 
 PAGES = 64
-ROUNDING = {
-    torch.bfloat16: (0.1, 1.02 * 2.0**-8),
-    torch.float16: (0.1, 1.02 * 2.0**-11),
-    torch.float32: (0.8, 5e-6),
-}
+ROUNDING = {torch.bfloat16: (0.1, 1.02 * 2.0**-8), torch.float16: (0.1, 1.02 * 2.0**-11), torch.float32: (0.8, 5e-6)}
 """By how much of itself a sum may differ from that in float64, if it is no smaller than this."""
 # Smaller instruction sets run with all dtypes in tests/engine/test_kernel_program.py.
 PARAMETERS = [
     (ISAS[0], torch.bfloat16),
     *(
         pytest.param(pair, marks=pytest.mark.slow)
-        for pair in [
-            (ISAS[0], torch.float16),
-            (ISAS[0], torch.float32),
-            *((isa, torch.bfloat16) for isa in ISAS[1:]),
-        ]
+        for pair in [(ISAS[0], torch.float16), (ISAS[0], torch.float32), *((isa, torch.bfloat16) for isa in ISAS[1:])]
     ),
 ]
 

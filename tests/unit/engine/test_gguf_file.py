@@ -204,7 +204,7 @@ def test_any_file_is_read_or_refused_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "small.gguf"
     generator = random.Random(5)
     outcomes = {"read": 0, "refused": 0}
-    for _ in range(10_000):
+    for _ in range(2_000):
         # A new file is made quicker than one that is mapped is cut.
         path.unlink(missing_ok=True)
         path.write_bytes(mutated(content, generator))
@@ -215,4 +215,4 @@ def test_any_file_is_read_or_refused_in_little_memory(tmp_path: Path) -> None:
             outcomes["read"] += 1
         except UnsupportedModelError:
             outcomes["refused"] += 1
-    assert min(outcomes.values()) > 1000
+    assert min(outcomes.values()) > 200

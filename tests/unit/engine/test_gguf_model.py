@@ -142,8 +142,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "quantized"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen2", "qwen3"])
 def test_weights_and_configuration_are_those_of_the_model(
     kind: str, tied: bool, quantized: bool, tmp_path: Path

@@ -77,11 +77,7 @@ def test_products_of_other_values_or_bits_are_not_used(
 # The last row alone sees positions far from the first.
 @pytest.mark.parametrize(("error", "last_rows"), [(0.001, 50), (0.1, 1)])
 def test_attention_of_other_values_is_not_used(
-    kernel: ModuleType,
-    error: float,
-    last_rows: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    kernel: ModuleType, error: float, last_rows: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = kernel.TritonPlan.attend
 

@@ -49,15 +49,11 @@ def test_forced_and_allowed_tokens(grammars: Grammars, tokenizer: Tokenizer) -> 
 def test_limits(tokenizer: Tokenizer) -> None:
     tokens = GrammarTokens(tokenizer)
     check_grammar(tokens, definition("regex", "a+"))
-    with pytest.raises(GrammarError, match=r"too many expressions constructed$"):
-        check_grammar(tokens, definition("regex", "((a{1,1000}){1,1000}){1,1000}"))
     with pytest.raises(GrammarError, match=r"^no text fits$"):
         check_grammar(tokens, definition("lark", "start: A\nA: /a/ & /b/"))
     for bad in (definition("grammar", "start: A\nA: /a/ & /b/"), definition("json_schema", '{"type": "x"}'), "{"):
         with pytest.raises(GrammarError):
             check_grammar(tokens, bad)
-    with pytest.raises(ValueError, match=r"at least one choice"):
-        definition("choice", "[]")
     with pytest.raises(ValueError, match=r"grammar has 65537 characters, must have between 1 and 65536"):
         Grammar("x" * (MAX_GRAMMAR_BYTES + 1), frozenset([1]))
     with pytest.raises(ValueError, match=r"end_token_ids of the grammar is set\(\)"):

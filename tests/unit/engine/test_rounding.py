@@ -52,13 +52,3 @@ def test_scales_and_minimums_of_ordinary_weights_are_float16_numbers(bits: int) 
     result = rounded(torch.cat([RANDOM, torch.zeros(2, 96)]), bits)
     assert torch.equal(result.scales.half().float(), result.scales)
     assert torch.equal(result.minimums.half().float(), result.minimums)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_zero_stays_zero(bits: int) -> None:
-    assert not rounded(torch.zeros(2, 64), bits).expanded().any()
-
-
-def test_a_number_of_inputs_that_does_not_divide_into_groups_is_refused() -> None:
-    with pytest.raises((ValueError, RuntimeError)):
-        rounded(torch.zeros(2, 48), 8)

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.sampling.logits_shaping import deficits, kept_tokens
 from engine.sampling.noise import gumbel, row_key
