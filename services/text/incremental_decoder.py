@@ -20,7 +20,7 @@ def whole_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], be
     """The text of tokens up to the character that the last `begun` of them begin without ending it."""
     text = decode(tokens)
     # Decoders differ in how many marks stand for its bytes; one of the tokens may also have characters before it.
-    return max(decode(tokens[:-begun]), text.rstrip(_REPLACEMENT), key=len) if begun else text
+    return max(text.rstrip(_REPLACEMENT), decode(tokens[:-begun]), key=len) if begun else text
 
 
 class IncrementalDecoder:
@@ -76,7 +76,9 @@ class IncrementalDecoder:
             return self._give_up()
         if piece is None:
             return self._give_up() if len(self._held) >= _MAX_HELD_TOKENS else ""
-        self._settled, self._held, self._begun = self._held, [], 0
+        # A character whose first bytes the context had stays whole.
+        first = self._settled[len(self._settled) - self._begun :]
+        self._settled, self._held, self._begun = [*first, *self._held], [], 0
         piece, self._repeated = piece[self._repeated :], 0
         return piece
 

@@ -68,6 +68,6 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_output(
         offsets.append(len(before + output) + decoder.held_characters)
         output += decoder.push([token])
     assert before + output + decoder.finish() == model.decode(tokens)
-    assert before.count("\ufffd") == text[: len(before)].count("\ufffd")
+    assert before.count("\ufffd") == model.decode(tokens)[: len(before)].count("\ufffd")
     if model.decode(tokens) == text and "\ufffd" not in text:
         assert offsets == starts[cut:]

@@ -315,3 +315,10 @@ def test_text_does_not_wait_for_bytes_that_make_no_character(tokenizer: tokenize
     decoder = IncrementalDecoder(tokenizer, tokenizer.encode("a").ids)
     assert decoder.push(broken * 40)
     assert decoder.push(tokenizer.encode("a b").ids[1:]).endswith(" b")
+
+
+@TOKENIZERS
+def test_a_replacement_character_follows_a_character_that_the_context_begins(tokenizer: tokenizers.Tokenizer) -> None:
+    tokens = tokenizer.encode("é\ufffd").ids
+    decoder = IncrementalDecoder(tokenizer, tokens[:-4], begun=1)
+    assert decoder.push(tokens[-4:]) + decoder.finish() == "é\ufffd"
