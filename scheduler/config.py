@@ -42,8 +42,9 @@ class SchedulerConfig:
     `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
     than `wait_bound_steps` times the verify step time, which is taken to be `initial_step_seconds` until it was
     measured. `steps_in_flight` includes the step that a worker runs. While targets verify proposals, a draft that has
-    nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for none). `keys` are the classes of the
-    API keys that have a name; all other requests share one more, of weight 1 and without limits.
+    nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for none). With a `shared_device`, drafts
+    and targets gain nothing by computing at the same time. `keys` are the classes of the API keys that have a name; all
+    other requests share one more, of weight 1 and without limits.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -60,6 +61,7 @@ class SchedulerConfig:
     steps_in_flight: int = 2
     draft_batch_size: int | None = None
     draft_ahead: int = 0
+    shared_device: bool = False
     kv_movement: KvMovement = KvMovement.AUTO
     keys: tuple[KeyClass, ...] = ()
 

@@ -21,6 +21,7 @@ from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
+_LOOPBACK = "127.0.0.1"
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -172,7 +173,8 @@ class SpoolConfig(Section):
         """For the scheduler core of one cell, with its part of what the keys with a name may have."""
         models, cells = self.models, self.groups.cells
         keys = tuple(key.key_class.part_of(cells) for key in self.auth.keys)
-        return self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
+        config = self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
+        return replace(config, shared_device=self.pair_shares_a_gpu or self._pair_shares_cores)
 
     @property
     def is_one_pair(self) -> bool:
@@ -185,6 +187,13 @@ class SpoolConfig(Section):
         """Whether a draft and a target are on one GPU, and nothing else of this configuration."""
         gpus = [self.group(role).num_gpus or 0.0 for role in self.roles]
         return self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
+
+    @property
+    def _pair_shares_cores(self) -> bool:
+        """As where `on_one_machine` has made it so."""
+        if not self.is_one_pair or self.internal.host != _LOOPBACK:
+            return False
+        return sum(self.threads(role) for role in self.roles) > len(os.sched_getaffinity(0))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -254,7 +263,7 @@ class SpoolConfig(Section):
         config = self._sharing_cores()
         if self.internal.host is not None:
             return config
-        return config.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
+        return config.model_copy(update={"internal": self.internal.model_copy(update={"host": _LOOPBACK})})
 
     def _sharing_cores(self) -> SpoolConfig:
         """One draft and one target on the machine each compute on the cores of both, unless the file says otherwise:

@@ -252,6 +252,7 @@ class Controller:
             of_pass=of_pass,
             of_token=of_token + of_kv * length,
             draft_wire=known.wire.seconds,
+            shared=self._config.shared_device,
         )
 
 

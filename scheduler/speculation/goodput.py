@@ -84,6 +84,7 @@ class Cycle:
     The target verifies its `count` sequences in `parts` steps, each of which takes `base`; a sequence takes `kv` and a
     token to verify `row`. The draft takes `of_pass` for each pass, and `of_token` for each token that it proposes, for
     each of `load` sequences, which may be those of several targets. `wire` and `draft_wire` are the delays of answers.
+    `shared`: both compute on one device.
     """
 
     count: int
@@ -96,6 +97,7 @@ class Cycle:
     of_pass: float
     of_token: float
     draft_wire: float
+    shared: bool = False
 
     @property
     def serial(self) -> bool:
@@ -105,14 +107,14 @@ class Cycle:
     def seconds(self, passes: int = 0, drafted: float = 0.0) -> float:
         """Of a cycle in which the draft takes so many passes, and drafts so many tokens of a sequence on average."""
         verify = self.parts * self.base + self.count * (self.row * (1 + drafted) + self.kv)
-        propose = passes * self.of_pass + self.of_token * drafted * self.load
+        tokens = self.of_token * drafted * self.load
         # A plain step is sent before the answer to the one before it has come.
         wires = self.wire + self.draft_wire if passes else 0.0
-        if self.serial:
-            return verify + propose + wires
+        if self.serial or self.shared:
+            return verify + self.parts * passes * self.of_pass + tokens + wires
         # The draft works while the target does: the slower of both decides, or the round trip of one step's sequences.
-        one_step = (verify + self.of_token * drafted * self.load) / self.parts + passes * self.of_pass + wires
-        return max(verify, propose + passes * self.of_pass, one_step)
+        one_step = (verify + tokens) / self.parts + passes * self.of_pass + wires
+        return max(verify, 2 * passes * self.of_pass + tokens, one_step)
 
 
 def choose(

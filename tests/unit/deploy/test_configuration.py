@@ -242,6 +242,13 @@ def test_only_a_draft_model_drafts_ahead(draft: str, outcomes: int) -> None:
     assert config.scheduler_config().draft_ahead == outcomes
 
 
+@pytest.mark.parametrize(("draft", "replicas", "shared"), [("demo", 1, True), ("demo", 2, False), ("ngram", 1, False)])
+def test_a_pair_on_one_machine_shares_its_cores(draft: str, replicas: int, shared: bool) -> None:
+    config = load_configuration(None, [f"models.draft={draft}", f"groups.draft.replicas={replicas}"])
+    assert config.on_one_machine().scheduler_config().shared_device is shared
+    assert config.scheduler_config().shared_device is False
+
+
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
     digests = [hashlib.sha256(secret).hexdigest() for secret in (b"one", b"two")]
     plain = [{"name": "a", "digest": digests[0], "weight": 3}, {"name": "b", "digest": digests[1], "max_running": 2}]
