@@ -315,3 +315,24 @@ class VerifySettings(RunSettings):
                 "transformers does not round KV"
             )
         return self
+
+
+class ReplaySettings(_Frozen):
+    """`spool replay`."""
+
+    receipts: Annotated[
+        list[Path],
+        Field(min_length=1),
+        typer.Argument(metavar="FILE...", help="Receipts, or answers that have some: one in a file, or one a line."),
+    ] = Field(default_factory=list)
+    target: str = described(DEMO, "The model that answered: `demo`, a folder, a GGUF file or a hub id.")
+    device: str = described("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    public_key: str | None = described(
+        None,
+        "Ed25519 public key that must have signed them, 64 hexadecimal digits. Unset: any, or none.",
+        pattern="^[0-9a-f]{64}$",
+    )
+    logprobs: bool = described(False, "With --json, also give the log probability of every token.")
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
+    ] = False

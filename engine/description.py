@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
     """Fields as in protos/worker.proto, WorkerDescription; the last two are for reports and stay in the process.
+
+    `fingerprint`: what must be alike on two targets for equal bits, in parts (engine/exactness/fingerprint.py).
 
     An empty `tokenizer_digest` fits any vocabulary. `quantization` is that of the weights as they are computed with,
     such as "none", "int8" or "awq", and `kv_cache_dtype` that of elements of KV. `attention` is what attends: "triton
@@ -28,5 +32,6 @@ class EngineDescription:
     kv_bytes_per_token: int = 0
     quantization: str = "none"
     kv_cache_dtype: str = ""
+    fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()

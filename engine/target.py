@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
@@ -85,27 +84,36 @@ class TargetEngine:
 
     def _sample(
         self, rows: Sequence[VerifyRow], logits: torch.Tensor, masking: Future[TokenMasks] | None
-    ) -> Iterator[RowOutcome]:
+    ) -> list[RowOutcome]:
         contexts = [context for row in rows if row.sample for context in _contexts(row)]
         failed = self._constrain(rows, logits, contexts, masking)
         sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
+        outcomes = [RowOutcome([]) for _ in rows]
+        digested: list[tuple[RowOutcome, int]] = []
         first = 0
         for index, row in enumerate(rows):
             if not row.sample:
-                yield RowOutcome([])
                 continue
             own_tokens = sampled[first : first + len(row.draft_tokens) + 1]
+            outcome = outcomes[index] = _accept(row.draft_tokens, own_tokens)
             if index in failed:
-                yield RowOutcome([], error=failed[index])
-                first += len(own_tokens)
-                continue
-            outcome = _accept(row.draft_tokens, own_tokens)
-            if row.logits_digests and outcome.error is None:
-                outcome.logits_digests = [_digest(line) for line in logits[first : first + len(outcome.tokens)]]
+                outcome = outcomes[index] = RowOutcome([], error=failed[index])
+            if row.logits_digests:
+                digested.append((outcome, first))
             if row.top_logprobs is not None and outcome.error is None:
                 outcome.logprobs = token_logprobs(logits[first:], outcome.tokens, row.top_logprobs)
-            yield outcome
             first += len(own_tokens)
+        self._add_digests(digested, logits)
+        return outcomes
+
+    def _add_digests(self, outcomes: Sequence[tuple[RowOutcome, int]], logits: torch.Tensor) -> None:
+        """Each outcome comes with the place of its first token's row of logits."""
+        places = [place for outcome, first in outcomes for place in range(first, first + len(outcome.tokens))]
+        if not places:
+            return
+        found = iter(self._scan.digests(logits if len(places) == len(logits) else logits[places]))
+        for outcome, _ in outcomes:
+            outcome.logits_digests = list(islice(found, len(outcome.tokens)))
 
     def _constrain(
         self,
@@ -177,9 +185,3 @@ def _accept(draft_tokens: Sequence[int], own_tokens: Sequence[int | None]) -> Ro
         if position == len(draft_tokens) or own_token != draft_tokens[position]:
             break
     return RowOutcome(tokens, accepted=len(tokens) - 1)
-
-
-def _digest(logits: torch.Tensor) -> int:
-    """64 bits of BLAKE2b over the raw bits of one row of logits."""
-    raw = logits.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")

@@ -320,6 +320,8 @@ class WorkerDrained:
 class EmitTokens:
     """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round.
 
+    `target_id` names the worker that sampled it.
+
     The first one of a sequence also has what was asked for of the prompt, `prompt_logprobs` for its tokens from the
     second on, and tells how many of its tokens were `cached`: a target took their KV over from other sequences.
     """
@@ -332,6 +334,7 @@ class EmitTokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: int = 0
+    target_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

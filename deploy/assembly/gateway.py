@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -101,6 +102,8 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         limits=gateway.limits,
         tool_format=gateway.tool_format,
         control_tokens_in_messages=gateway.control_tokens_in_messages,
+        receipts=gateway.receipts,
+        receipt_key=_receipt_key(gateway.receipt_key_file),  # type: ignore[arg-type]  # pydantic hides it
         template_time=gateway.template_time,
         template_zone=gateway.template_zone,
         default_timeout_seconds=gateway.default_timeout_seconds,
@@ -119,6 +122,10 @@ def _api_keys(config: SpoolConfig) -> list[str]:
     if auth.api_keys_file is not None:
         keys += secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
     return keys
+
+
+def _receipt_key(file: Path | None) -> str | None:
+    return None if file is None else secret_from_file("gateway.receipt_key_file", file)
 
 
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:

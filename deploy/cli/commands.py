@@ -16,7 +16,7 @@ from deploy.cli.command_options import takes_fields, takes_settings
 from deploy.cli.config import Overrides, chosen_file, config_app
 from deploy.config.loading import GivenValue, load_configuration
 from deploy.errors import UsageError
-from deploy.options import Dtype, GenerateSettings, KvCacheDtype, Quantization, VerifySettings
+from deploy.options import Dtype, GenerateSettings, KvCacheDtype, Quantization, ReplaySettings, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
 App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
@@ -28,6 +28,7 @@ def add_commands(app: typer.Typer) -> None:
         ("serve", serve_command),
         ("generate", generate_command),
         ("verify", verify_command),
+        ("replay", replay_command),
         ("chat", chat_command),
         ("status", status_command),
         ("logs", logs_command),
@@ -57,6 +58,17 @@ def verify_command(settings: VerifySettings) -> int:
     from deploy.offline.verify import verify
 
     return verify(settings)
+
+
+@takes_settings(ReplaySettings)
+def replay_command(settings: ReplaySettings) -> int:
+    """Computes the output of receipts again, and compares it bit by bit.
+
+    Exit code 1 if a receipt is damaged, or anything differs: the first place is named.
+    """
+    from deploy.offline.replay import replay_receipts
+
+    return replay_receipts(settings)
 
 
 def fetch_command(

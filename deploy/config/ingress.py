@@ -48,6 +48,8 @@ class GatewaySettings(Scaled):
         "The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a "
         "part of a message can then forge others.",
     )
+    receipts: bool = described(False, "Answers have receipts unless a request says otherwise; needs models.exact.")
+    receipt_key_file: Path | None = described(None, "Ed25519 private key (PEM) that signs them, on every node.")
     template_time: datetime | None = described(
         None,
         "Date and time that a chat template sees, such as 2026-01-31T12:00:00; unset: the clock's, with which the same "

@@ -137,6 +137,8 @@ class SpoolConfig(Section):
                 f"gateway.host is {gateway.host!r}, must be loopback such as 127.0.0.1 as long as auth names no API "
                 "keys: everybody who reaches the port could use it (gateway.allow_unauthenticated: true allows that)"
             )
+        if gateway.receipts and not self.models.exact:
+            yield "gateway.receipts is true, must be false where models.exact is false"
         for role in self.roles:
             limit = self._gpu_limit(role, self.group(role))
             if limit is not None:

@@ -164,6 +164,7 @@ class CpuKernels:
         self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 6, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
+        self._digests = function("spool_digests", [pointer] * 3 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
         self._linear = function("spool_linear", [pointer] * 4 + [size] * 3)
         self._expand_rows = function("spool_expand_rows", [pointer] * 3 + [size] * 2)
@@ -323,7 +324,7 @@ class CpuKernels:
         return outputs
 
     def scans(self, scores: torch.Tensor) -> bool:
-        """Whether `argmax`, `probabilities` and `forbid` take rows of scores like these."""
+        """Whether `argmax`, `probabilities`, `digests` and `forbid` take rows of scores like these."""
         return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,6 +343,14 @@ class CpuKernels:
         found = torch.empty(rows, dtype=torch.float32)
         pointers = (found.data_ptr(), scores.data_ptr(), places.data_ptr())
         self._probabilities(*pointers, rows, scores.stride(0), size)
+        return found
+
+    def digests(self, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of each row of scores `[rows, size]`, the sum modulo 2^64 of each score's bits times its weight (int64
+        `[size]`), int64."""
+        rows, size = scores.shape
+        found = torch.empty(rows, dtype=torch.int64)
+        self._digests(found.data_ptr(), scores.data_ptr(), weights.data_ptr(), rows, scores.stride(0), size)
         return found
 
     def forbid(

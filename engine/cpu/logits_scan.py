@@ -24,6 +24,11 @@ class KernelScan(LogitsScan):
             return self._kernels.probabilities(scores, columns)
         return super().probabilities(scores, columns)
 
+    def _weighted_bits(self, scores: Tensor, weights: Tensor) -> Tensor:
+        if self._kernels.scans(scores):
+            return self._kernels.digests(scores, weights)
+        return super()._weighted_bits(scores, weights)
+
     def forbid(
         self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None
     ) -> None:

@@ -33,13 +33,12 @@ def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: 
 def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> str:
     """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits. `kernels`: what
     names those in use."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     conditions = {
         "recipe": _CALIBRATION_RECIPE,
-        "model": config,
+        "model": model_conditions(model),
         "dtype": str(model.dtype),
-        "device": _device_name(model.device),
-        "cublas": _cublas_conditions() if model.device.type == "cuda" else None,
+        "device": device_name(model.device),
+        "cublas": cublas_conditions() if model.device.type == "cuda" else None,
         "kernels": kernels,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -50,6 +49,11 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "ranks": settings.tensor_parallel_size,
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def model_conditions(model: PreTrainedModel) -> dict[str, object]:
+    """Of a model's configuration, what its passes depend on."""
+    return {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
 
 
 def read_calibration(file: Path) -> Calibration | None:
@@ -73,7 +77,7 @@ def write_calibration(file: Path, calibration: Calibration) -> None:
     os.replace(scratch.name, file)
 
 
-def _cublas_conditions() -> dict[str, object]:
+def cublas_conditions() -> dict[str, object]:
     """Versions of cuBLAS, and what chooses among its kernels."""
     matmul = torch.backends.cuda.matmul
     # torch's wheels bring cuBLAS along; torch itself gives only the version of CUDA.
@@ -98,7 +102,8 @@ def _installed_version(distribution: str) -> str | None:
         return None
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Names the processor, and what torch makes of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {processor_name()} {torch.backends.cpu.get_cpu_capability()}"

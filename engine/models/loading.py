@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,6 +25,7 @@ from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
+from engine.exactness.fingerprint import fingerprint_parts, folder_parts, memory_parts, weight_sample
 from engine.kv.kv_store import KvStore
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
@@ -71,9 +73,6 @@ _CPU_KV_BYTES = 4 << 30
 # Verification seldom wants logits of more rows.
 _MAX_WARM_LOGITS = 48
 
-# Of each tensor of weights, the elements that tell one model from another.
-_SAMPLED_WEIGHTS = 256
-
 
 OtherRanks = Callable[[], tuple[Path, Callable[[str], None]]]
 """Starts the other ranks of a worker, which call `run_rank`: gives the folder where they find each other, and what is
@@ -85,9 +84,12 @@ def load_target_engine(
 ) -> TargetEngine:
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line. `other_ranks` is called
     where the settings ask for several, once the model is known to have as many parts."""
-    lead = None if other_ranks is None else _gather_ranks(settings, progress, other_ranks)
-    loaded = _load_model(settings, Role.TARGET, progress, None if lead is None else lead.ranks)
-    return _target_engine(replace(loaded, lead=lead), settings, progress)
+    folder = fetch_model(resolve_model(settings.model, Role.TARGET), progress)
+    with ThreadPoolExecutor(1) as beside:
+        parts = beside.submit(folder_parts, folder)
+        lead = None if other_ranks is None else _gather_ranks(settings, progress, other_ranks)
+        loaded = _load_model(settings, Role.TARGET, progress, None if lead is None else lead.ranks)
+        return _target_engine(replace(loaded, lead=lead), settings, progress, parts.result)
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
@@ -105,7 +107,8 @@ def target_engine_of(model: PreTrainedModel, settings: EngineSettings, progress:
     Without a tokenizer the vocabulary is as large as the embedding, and rows with a grammar fail. Raises EngineError,
     or ValueError for settings that do not fit: on a GPU they must say what KV gets.
     """
-    return _target_engine(_in_memory(model, settings, progress), settings, progress)
+    parts = memory_parts(model)
+    return _target_engine(_in_memory(model, settings, progress), settings, progress, lambda: parts)
 
 
 def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> DraftEngine:
@@ -113,7 +116,10 @@ def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: 
     return _draft_engine(_in_memory(model, settings, progress), settings, progress)
 
 
-def _target_engine(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> TargetEngine:
+def _target_engine(
+    loaded: LoadedModel, settings: EngineSettings, progress: Progress, source: Callable[[], dict[str, str]]
+) -> TargetEngine:
+    """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
     _check_passes(loaded, settings)
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
@@ -123,6 +129,7 @@ def _target_engine(loaded: LoadedModel, settings: EngineSettings, progress: Prog
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
     description = capture_graphs(description, runner, pool, progress)
+    description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)
@@ -416,8 +423,7 @@ def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     if has_moving_rope(loaded.model.config):
         digest.update(str(settings.max_model_len).encode())
     for name, weights in sorted(loaded.model.state_dict().items()):
-        sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
-        digest.update(name.encode() + sample.numpy().tobytes())
+        digest.update(name.encode() + weight_sample(weights))
     return digest.digest()
 
 

@@ -1,4 +1,5 @@
-"""What whole rows of logits are scanned for: the argmax, the probability of one token, and what a grammar forbids.
+"""What whole rows of logits are scanned for: the argmax, the probability of one token, a digest, and what a grammar
+forbids.
 
 `LogitsScan` computes it with torch, on any device; engine/cpu/logits_scan.py and engine/cuda/triton_sampling.py have
 kernels for it, which give the same tokens.
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
+
+from engine.sampling.noise import noise_bits
 
 RACE_MARGIN = 24.0
 """Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""
@@ -24,6 +28,11 @@ Draw = tuple[int, float]
 _BUCKET = 128
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
 _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
+
+
+@lru_cache(maxsize=8)
+def _digest_weights(count: int, device: torch.device) -> Tensor:
+    return noise_bits(torch.zeros(1, dtype=torch.int64, device=device), torch.arange(count, device=device)) | 1
 
 
 class LogitsScan:
@@ -60,6 +69,22 @@ class LogitsScan:
         columns, largest = self.argmax(scores)
         tokens = columns if token_ids is None else token_ids[columns]
         return torch.where(largest.isfinite(), tokens, -1), self.probabilities(scores, columns)
+
+    @torch.inference_mode()
+    def digests(self, scores: Tensor) -> list[int]:
+        """Of each row [R, V] a number between 1 and 2^64 - 1 that tells its bits from others'.
+
+        It is the sum modulo 2^64 of each score's bits, as an unsigned number, times an odd number of the column's own
+        (1 in place of 0). So it is the same in any order of the sum, and another one where a single bit is another one.
+        """
+        weights = _digest_weights(scores.shape[1], scores.device)
+        return [digest % 2**64 or 1 for digest in self._weighted_bits(scores, weights).tolist()]
+
+    def _weighted_bits(self, scores: Tensor, weights: Tensor) -> Tensor:
+        bits = scores.view({2: torch.int16, 4: torch.int32}[scores.element_size()])
+        unsigned = 2 ** (8 * scores.element_size()) - 1
+        # A few rows at a time, whose products fit a CPU's cache.
+        return torch.cat([((rows.to(torch.int64) & unsigned) * weights).sum(1) for rows in bits.split(4)])
 
     @torch.inference_mode()
     def forbid(

@@ -210,7 +210,7 @@ class Rounds:
         digests, logprobs = result.logits_digests, result.logprobs
         if count < len(tokens):
             digests, logprobs = digests[:count], logprobs[:count]
-        emission = EmitTokens(sequence_id, emitted, drafted, kept, digests, logprobs)
+        emission = EmitTokens(sequence_id, emitted, drafted, kept, digests, logprobs, target_id=target.worker_id)
         if sequence.cached or sequence.prompt_logprobs:
             emission.prompt_logprobs, emission.cached = tuple(sequence.prompt_logprobs), sequence.cached
             sequence.prompt_logprobs, sequence.cached = [], 0

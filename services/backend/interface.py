@@ -18,7 +18,8 @@ class GenerationRequest:
     most likely tokens as well. `deadline_seconds` counts from the submission; None: no deadline. `request_id` is for
     logs alone, and `traceparent` for traces. `key` is the name of the API key that asks, "" for none; `priority` orders
     its requests, lower values first. `prompt_logprobs` is like `top_logprobs`, of the prompt's tokens. Only requests of
-    the same `cache_scope`, empty or 32 bytes, take over each other's KV.
+    the same `cache_scope`, empty or 32 bytes, take over each other's KV. `logits_digests` asks for a digest of the
+    logits that each token is sampled from.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the scheduler's to check.
     """
@@ -36,6 +37,7 @@ class GenerationRequest:
     priority: int = 0
     prompt_logprobs: int | None = None
     cache_scope: bytes = b""
+    logits_digests: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:

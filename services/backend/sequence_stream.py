@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -62,6 +62,8 @@ class SequenceStream:
         self.finish_reason: FinishReason | None = None
         self.outcome: FinishReason | Exception | None = None
         """How the sequence ended, where it has; output from before the end may still be unread."""
+        self.fingerprints: dict[str, Mapping[str, str]] = {}
+        """Parts of the fingerprints of the targets that computed the output, by their names."""
         self._on_cancel = on_cancel
         self._unread: deque[EmitTokens] = deque()
         self._news = asyncio.Event()

@@ -29,6 +29,8 @@ def write_output(emission: EmitTokens, event: scheduler_pb2.SequenceEvent) -> No
     if emission.drafted:
         event.drafted = emission.drafted
         event.accepted = emission.accepted
+    if emission.logits_digests:
+        event.logits_digests.extend(emission.logits_digests)
     if emission.logprobs:
         event.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in emission.logprobs)
     if emission.prompt_logprobs:
@@ -38,7 +40,9 @@ def write_output(emission: EmitTokens, event: scheduler_pb2.SequenceEvent) -> No
 
 
 def read_output(event: scheduler_pb2.SequenceEvent) -> EmitTokens:
-    """Raises ValueError where log probabilities do not fit the tokens."""
+    """Raises ValueError where log probabilities or digests do not fit the tokens."""
+    if event.logits_digests and len(event.logits_digests) != len(event.tokens):
+        raise ValueError(f"{len(event.logits_digests)} digests of logits came with {len(event.tokens)} tokens")
     if event.logprobs and len(event.logprobs) != len(event.tokens):
         raise ValueError(f"{len(event.logprobs)} log probabilities came with {len(event.tokens)} tokens")
     return EmitTokens(
@@ -46,6 +50,7 @@ def read_output(event: scheduler_pb2.SequenceEvent) -> EmitTokens:
         tuple(event.tokens),
         event.drafted,
         event.accepted,
+        tuple(event.logits_digests),
         logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in event.logprobs),
         prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in event.prompt_logprobs),
         cached=event.cached_prompt_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,8 @@ class Choice:
         self.accepted = 0
         self.cached = 0
         self.finish_reason: EndReason | None = None
+        self.digested: list[tuple[int, int]] = []
+        """All delivered tokens, each with the digest of the logits that it was sampled from, where asked for."""
         self._stream = stream
         self._decoder = decoder
         self._meter = meter
@@ -83,6 +85,11 @@ class Choice:
         self._offsets: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def fingerprints(self) -> Mapping[str, Mapping[str, str]]:
+        """Those of the targets that computed the output up to now."""
+        return self._stream.fingerprints
 
     def cancel(self) -> None:
         """Frees the sequence; has no effect after the sequence's end."""
@@ -139,6 +146,8 @@ class Choice:
             taken += 1
             self._tokens.append(token)
             self._offsets.append(self._characters + self._decoder.held_characters)
+            if emission.logits_digests:
+                self.digested.append((token, emission.logits_digests[place]))
             if emission.logprobs:
                 self._logprobs.append(emission.logprobs[place])
             if token in self._stop_token_ids:

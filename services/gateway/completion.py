@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from opentelemetry.trace import Span, Tracer
 
@@ -39,6 +39,9 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import begin_request_span, end_span, traceparent_of
+from services.receipts.fingerprint import differences, fingerprint_name
+from services.receipts.receipt import Receipt
+from services.receipts.signing import ReceiptKey
 from services.scheduler_client.remote import SchedulerClient, workers_in_use
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer
@@ -64,6 +67,7 @@ class _Asked:
     """What all choices of a request have in common. Times are of `time.perf_counter`."""
 
     options: GenerationOptions
+    receipts: bool
     sampling: SamplingParameters
     stop_token_ids: frozenset[int]
     arrived: float
@@ -78,11 +82,22 @@ class Completion:
     """
 
     def __init__(
-        self, model: str, prompts: Sequence[PreparedPrompt], n: int, seed: int, form: AnswerForm, span: Span
+        self,
+        model: str,
+        info: ServedModel,
+        prompts: Sequence[PreparedPrompt],
+        n: int,
+        seed: int,
+        form: AnswerForm,
+        span: Span,
     ) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
+        self._info = info
+        self._receipt_key: ReceiptKey | None = None
+        self._receipted: list[GenerationRequest] = []
+        """Of each choice, where receipts were asked for."""
         self.seed = seed
         self.form = form
         self.choices: list[Choice] = []
@@ -97,6 +112,30 @@ class Completion:
 
     def prompt_of(self, choice: int) -> PreparedPrompt:
         return self.prompts[choice // self.n]
+
+    def expect_receipt(self, request: GenerationRequest, key: ReceiptKey | None) -> None:
+        """The next choice, with this request, is to have a receipt, signed by the key."""
+        self._receipted.append(request)
+        self._receipt_key = key
+
+    def receipt(self, index: int) -> dict[str, Any] | None:
+        """Of a choice that has ended; None where none was asked for."""
+        if not self._receipted:
+            return None
+        request, choice = self._receipted[index], self.choices[index]
+        fingerprint, *others = choice.fingerprints.values()
+        if others:
+            unlike = "; ".join(differences(fingerprint, others[0]))
+            return {"refused": f"targets that are not alike computed the output: {unlike}"}
+        output, digests = zip(*choice.digested, strict=True)
+        receipt = Receipt(self.model, fingerprint, request.prompt, output, digests, request.sampling)
+        return receipt.to_json(self._receipt_key)
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of that of the targets up to now; several names with + between them where they are not alike."""
+        names = {name for choice in self.choices for name in choice.fingerprints}
+        return "+".join(sorted(names)) or fingerprint_name(self._info.fingerprint)
 
     def usage(self) -> Usage:
         """Up to now."""
@@ -159,6 +198,8 @@ class CompletionEngine:
         self.metrics = metrics
         self._tracing = tracing
         self._grammars = GrammarChecks(tokenizer.folder)
+        key = settings.receipt_key
+        self._receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
 
     async def model(self, name: str | None) -> tuple[str, ServedModel]:
         """The model's name and description; `name` is one of its names, or None.
@@ -233,15 +274,17 @@ class CompletionEngine:
         if options.min_tokens:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
+        receipts = _receipts(options, self.settings.receipts, info, min(budgets))
         asked = _Asked(
             options,
+            receipts,
             sampling,
             self._stop_token_ids(options),
             arrived,
             arrived + self._timeout(options),
             traceparent_of(span),
         )
-        completion = Completion(name, prepared, options.n, sampling.seed, form, span)
+        completion = Completion(name, info, prepared, options.n, sampling.seed, form, span)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
                 await self._add_choices(completion, one, max_tokens, asked)
@@ -274,7 +317,10 @@ class CompletionEngine:
                 priority=options.priority,
                 cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
                 prompt_logprobs=options.prompt_logprobs,
+                logits_digests=asked.receipts,
             )
+            if asked.receipts:
+                completion.expect_receipt(request, self._receipt_key)
             meter = self.metrics.sequence(asked.arrived, len(prompt.tokens))
             try:
                 stream = await self.backend.submit(request)
@@ -331,6 +377,20 @@ class CompletionEngine:
         longest = self.settings.limits.timeout_seconds
         asked = options.timeout_seconds or self.settings.default_timeout_seconds
         return longest if asked is None else min(asked, longest)
+
+
+def _receipts(options: GenerationOptions, default: bool, info: ServedModel, max_tokens: int) -> bool:
+    """Whether choices get receipts. Raises RequestError where a request asks for what cannot be."""
+    reason = None
+    if info.fingerprint.get("exact") != "on":
+        reason = (
+            "must be false: the targets do not run in exact mode (models.exact), so nothing could be computed again"
+        )
+    elif max_tokens == 0:
+        reason = "must be false where max_tokens is 0"
+    if options.receipt and reason is not None:
+        raise invalid(f"receipt is true, {reason}", "receipt")
+    return default and reason is None if options.receipt is None else options.receipt
 
 
 async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

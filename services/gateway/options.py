@@ -70,6 +70,7 @@ class GenerationOptions:
     answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
     scheduler.sampling.SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
     `top_logprobs` and `prompt_logprobs` have the meaning of services.backend.interface.GenerationRequest.
+    With `receipt`, each choice ends with one; None: as the server's settings say, where that is possible.
     `max_tokens` may be 0 where the request is about its prompt: with `echo` or `prompt_logprobs`.
     `names` maps a field to the client's name for it, where the two differ.
     """
@@ -94,6 +95,7 @@ class GenerationOptions:
     structure: Structure | None = None
     as_message: bool = False
     tools: ToolUse | None = None
+    receipt: bool | None = None
     timeout_seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 

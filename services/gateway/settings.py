@@ -140,6 +140,10 @@ class GatewaySettings(_Frozen):
     """How the model writes calls of functions; None: as its chat template tells."""
     control_tokens_in_messages: bool = False
     """Whether the text of a special token in a chat's message or tool becomes that token."""
+    receipts: bool = False
+    """Whether answers have receipts unless a request says otherwise."""
+    receipt_key: SecretStr | None = None
+    """Ed25519 private key in PEM that signs receipts; None: they are not signed."""
     template_time: datetime | None = None
     """The time that a chat template sees; None: the clock's."""
     template_zone: str | None = None

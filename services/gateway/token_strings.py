@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from services.text.tokenizer import ModelTokenizer
@@ -73,6 +73,13 @@ class TokenStrings:
         if all(letter in self._alphabet for letter in entry):
             return bytes(self._alphabet[letter] for letter in entry)
         return None
+
+
+class TokenNumbers(TokenStrings):
+    """Puts a token's id in place of its text, in vLLM's form."""
+
+    def _look_up(self, token: int) -> TokenString:
+        return replace(super()._look_up(token), text=f"token_id:{token}")
 
 
 @cache

@@ -79,9 +79,13 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
     replies = iter(reply.rows[first:])
     if len(reply.followed) != len(following):
         raise ValueError(f"followed holds {len(reply.followed)} tokens, must hold {len(following)}")
-    for row, token in zip(following, reply.followed, strict=True):
+    digests = reply.followed_digests or [0] * len(following)
+    if len(digests) != len(following):
+        raise ValueError(f"followed_digests holds {len(digests)} digests, must hold {len(following)} or none")
+    for row, token, digest in zip(following, reply.followed, digests, strict=True):
         if token >= 0:
-            results.append(RowResult(row.sequence_id, RowStatus.OK, row.end, 0, (token,)))
+            known = (digest,) if digest else ()
+            results.append(RowResult(row.sequence_id, RowStatus.OK, row.end, 0, (token,), logits_digests=known))
         elif (answer := next(replies, None)) is not None:
             results.append(result_from_wire(answer))
     sent, answered = [row.sequence_id for row in step.rows], [result.sequence_id for result in results]

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -199,6 +199,11 @@ class SchedulerService:
         if isinstance(stream.outcome, AdmissionRefusedError):
             raise stream.outcome
         return stream
+
+    def fingerprint_of(self, target_id: str) -> Mapping[str, str]:
+        """The parts of a target's fingerprint; empty for one that was never up."""
+        description = self.workers.descriptions.get(target_id)
+        return {} if description is None else description.fingerprint
 
     def new_sequence_id(self) -> int:
         """A new id for a request to `enter`."""

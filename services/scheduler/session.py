@@ -295,9 +295,11 @@ class _SessionSequence:
         self._session = session
         self._outcome: FinishReason | Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._target_id = ""
         # Of the next event.
         self._admitted = False
         self._output: list[EmitTokens] = []
+        self._fingerprints: list[scheduler_pb2.Fingerprint] = []
         self._suspicion: Suspicion | None = None
 
     def entered(self, timeout_seconds: float | None) -> None:
@@ -318,6 +320,10 @@ class _SessionSequence:
 
     def push(self, emission: EmitTokens) -> None:
         if self._outcome is None:
+            if emission.target_id != self._target_id:
+                self._target_id = emission.target_id
+                parts = self._session.service.fingerprint_of(emission.target_id)
+                self._fingerprints.append(scheduler_pb2.Fingerprint(parts=parts))
             self._output.append(emission)
             self._session.changed(self)
 
@@ -341,11 +347,12 @@ class _SessionSequence:
         event = scheduler_pb2.SequenceEvent(request_id=self.request_id, admitted=self._admitted)
         if self._output:
             write_output(merged(self._output), event)
+            event.fingerprints.extend(self._fingerprints)
         if self._suspicion is not None:
             event.suspicion.CopyFrom(to_wire(scheduler_pb2.Suspicion, self._suspicion))
         if self._outcome is not None:
             write_end(self._outcome, self.retry_after, event)
-        self._admitted, self._output, self._suspicion = False, [], None
+        self._admitted, self._output, self._fingerprints, self._suspicion = False, [], [], None
         return event
 
     def _log_end(self, outcome: FinishReason | Exception) -> None:

@@ -12,6 +12,7 @@ from protos import scheduler_pb2
 from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import BackendUnavailableError
 from services.backend.session_codec import read_end, read_output
+from services.receipts.fingerprint import fingerprint_name
 from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.conversion import from_wire
@@ -261,6 +262,8 @@ class CellLink:
         outcome = read_end(event)
         if event.admitted:
             stream.admit()
+        for fingerprint in event.fingerprints:
+            stream.fingerprints[fingerprint_name(fingerprint.parts)] = dict(fingerprint.parts)
         if event.tokens:
             stream.push(read_output(event))
         if event.HasField("suspicion"):

@@ -204,6 +204,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         replies, running = self._prepare(request.rows)
         running += self._prepare_following(request.following, len(request.rows), replies)
         followed = [-1] * len(request.following.sequence_ids)
+        digests = [0] * len(followed)
         checked = self._clock()
         timings = EngineTimings()
         if running:
@@ -224,8 +225,9 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                     failure = self._settle(prepared, row_outcome)
                     if failure is not None:
                         replies[index] = failure
-                    elif row is None and not (row_outcome.logits_digests or row_outcome.logprobs):
+                    elif row is None and not row_outcome.logprobs:
                         followed[index - len(request.rows)] = row_outcome.tokens[0]
+                        digests[index - len(request.rows)] = next(iter(row_outcome.logits_digests), 0)
                     else:
                         replies[index] = _reply(prepared, row_outcome)
         ended = self._ended = self._clock()
@@ -235,6 +237,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             status=worker_pb2.STEP_STATUS_OK,
             rows=[replies[index] for index in sorted(replies)],
             followed=followed,
+            followed_digests=digests if any(digests) else None,
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,

@@ -38,6 +38,7 @@ _STEP_SECONDS = {Role.DRAFT: 0.004, Role.TARGET: 0.010}
 class Output:
     tokens: list[int] = field(default_factory=list)
     logits_digests: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -82,6 +83,7 @@ def run_in_process(
                     output = outputs[command.sequence_id]
                     output.tokens.extend(command.tokens)
                     output.logits_digests.extend(command.logits_digests)
+                    output.logprobs.extend(command.logprobs)
                     output.prompt_logprobs.extend(command.prompt_logprobs)
                     output.cached += command.cached
                     output.rounds.append((command.drafted, command.accepted))

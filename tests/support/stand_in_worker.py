@@ -124,6 +124,7 @@ class StandInEngine:
         model_id: str = MODEL,
         threads: int = 1,
         unlucky: bool = True,
+        exact: bool = True,
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.steps = 0
@@ -135,6 +136,7 @@ class StandInEngine:
             vocabulary_size=vocabulary_size,
             dtype="none",
             quantization="int8",
+            fingerprint={"weights": model_id, "exact": "on" if exact else "off"},
             device="cpu",
             page_size=page_size,
             total_pages=pages,

@@ -94,6 +94,24 @@ typedef uint32_t pattern;
 #else
 typedef uint16_t pattern;
 #endif
+
+// Of each of `rows` rows of `size` numbers, `stride` apart, the sum modulo 2^64 of the bits of each number times its
+// weight.
+void spool_digests(uint64_t *to, const element *scores, const uint64_t *weights, ptrdiff_t rows, ptrdiff_t stride,
+    ptrdiff_t size) {
+#pragma omp parallel for schedule(static) if (SHARED_OUT)
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        const element *of = scores + row * stride;
+        uint64_t sum = 0;
+        for (ptrdiff_t i = 0; i < size; i++) {
+            pattern bits;
+            memcpy(&bits, of + i, sizeof bits);
+            sum += bits * weights[i];
+        }
+        to[row] = sum;
+    }
+}
+
 typedef pattern pattern8 __attribute__((vector_size(8 * sizeof(pattern))));
 
 // -infinity in place of those of eight numbers that have no bit, the lowest first.

@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler.messages import TokenLogprobs
 from services.gateway.choice import EndReason, Piece
-from services.gateway.completion import Usage
+from services.gateway.completion import Completion, Usage
 from services.gateway.errors import invalid
 from services.gateway.options import (
     SAMPLING_FIELDS,
@@ -26,7 +26,7 @@ from spool_client.v1 import generation_pb2 as pb
 _OPTIONS = {
     *("max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "echo"),
     *("ignore_eos", "skip_special_tokens", "seed", "top_logprobs", "prompt_logprobs", "draft_length", "priority"),
-    "cache_salt",
+    *("cache_salt", "receipt"),
 }
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -111,7 +111,7 @@ class ChoiceMessages:
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
 
-    def of(self, piece: Piece) -> pb.GeneratedChoice:
+    def of(self, piece: Piece, completion: Completion) -> pb.GeneratedChoice:
         choice = pb.GeneratedChoice(
             index=piece.index,
             text=piece.text,
@@ -120,6 +120,8 @@ class ChoiceMessages:
             prompt_logprobs=self._logprobs(piece.prompt_logprobs),
             finish_reason=_FINISH_REASONS[piece.finish_reason],
         )
+        if piece.finish_reason is not None and (receipt := completion.receipt(piece.index)) is not None:
+            choice.receipt = json.dumps(receipt)
         if isinstance(piece.stop_reason, str):
             choice.stop_string = piece.stop_reason
         elif piece.stop_reason is not None:

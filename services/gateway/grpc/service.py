@@ -92,7 +92,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             size = 0
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    part, whole = self._choices.of(piece), choices[piece.index]
+                    part, whole = self._choices.of(piece, completion), choices[piece.index]
                     size += part.ByteSize()
                     _check_size(size, limit)
                     text = whole.text + part.text
@@ -103,6 +103,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 model=completion.model,
                 choices=choices,
                 usage=usage_message(completion.usage()),
+                system_fingerprint=completion.fingerprint,
             )
 
     async def _generate_stream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -111,11 +112,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             id_, model = completion.request_id, completion.model
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    part = self._choices.of(piece)
+                    part = self._choices.of(piece, completion)
                     _check_size(part.ByteSize(), limit)
-                    await context.write(pb.GenerateStreamResponse(id=id_, model=model, choice=part))
-            usage = usage_message(completion.usage())
-            await context.write(pb.GenerateStreamResponse(id=id_, model=model, usage=usage))
+                    known = completion.fingerprint
+                    message = pb.GenerateStreamResponse(id=id_, model=model, choice=part, system_fingerprint=known)
+                    await context.write(message)
+            usage, known = usage_message(completion.usage()), completion.fingerprint
+            message = pb.GenerateStreamResponse(id=id_, model=model, usage=usage, system_fingerprint=known)
+            await context.write(message)
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         _, info = await self._engine.model(request.model)

@@ -159,11 +159,15 @@ class ChatBuilder:
             )
             for index, piece in sorted(last.items())
         ]
+        for choice in choices:
+            if (receipt := self._completion.receipt(choice.index)) is not None:
+                choice.receipt = receipt
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._completion.created,
             model=self._completion.model,
+            system_fingerprint=self._completion.fingerprint,
             choices=choices,
             usage=usage_shape(self._completion.usage()),
         )
@@ -206,6 +210,8 @@ class ChatBuilder:
             choices[-1].finish_reason = reader.finish_reason(piece)
             if piece.finish_reason is not None:
                 choices[-1].stop_reason = piece.stop_reason
+                if (receipt := self._completion.receipt(piece.index)) is not None:
+                    choices[-1].receipt = receipt
             if self._token_ids:
                 choices[0].token_ids, self._unshown[piece.index] = self._unshown[piece.index], []
         return [self._chunk(choice) for choice in choices]
@@ -221,6 +227,7 @@ class ChatBuilder:
             object="chat.completion.chunk",
             created=self._completion.created,
             model=self._completion.model,
+            system_fingerprint=self._completion.fingerprint,
             choices=list(choices),
         )
 

@@ -146,7 +146,13 @@ class CompletionBuilder:
             tokens = self._completion.prompt_of(last.index).tokens
             choice.prompt_logprobs = prompt_shape(tokens, whole.prompt_logprobs, self._prompt_logprobs, self._strings)
         self._add_ids(choice, last.index, whole.tokens)
+        self._add_receipt(choice, last.index)
         return choice
+
+    def _add_receipt(self, choice: CompletionChoice, index: int) -> None:
+        """To a choice that has ended."""
+        if (receipt := self._completion.receipt(index)) is not None:
+            choice.receipt = receipt
 
     def _add_ids(self, choice: CompletionChoice, index: int, tokens: Sequence[int]) -> None:
         if not self._token_ids:
@@ -168,6 +174,7 @@ class CompletionBuilder:
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
+            self._add_receipt(choice, piece.index)
         self._add_ids(choice, piece.index, piece.tokens)
         return [self._chunk(choice)]
 
@@ -182,6 +189,7 @@ class CompletionBuilder:
             object="text_completion",
             created=self._completion.created,
             model=self._completion.model,
+            system_fingerprint=self._completion.fingerprint,
             choices=list(choices),
         )
 

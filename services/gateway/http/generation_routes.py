@@ -21,7 +21,7 @@ from services.gateway.http.openai_fields import JsonRoute
 from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
 from services.gateway.options import GenerationOptions, Prompt
-from services.gateway.token_strings import TokenStrings
+from services.gateway.token_strings import TokenNumbers, TokenStrings
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
     router = APIRouter(responses=ERRORS, route_class=JsonRoute)
+    numbers = TokenNumbers(engine.tokenizer)
 
     async def start(
         scope: ExitStack, model: str | None, prompts: Sequence[Prompt], options: GenerationOptions
@@ -67,7 +68,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, [body.prompt()], options)
         logprobs = options.top_logprobs is not None
         ids = bool(body.return_token_ids)
-        builder = ChatBuilder(completion, strings, logprobs, body.include_reasoning, body.prompt_logprobs, ids)
+        names = numbers if body.return_tokens_as_token_ids else strings
+        builder = ChatBuilder(completion, names, logprobs, body.include_reasoning, body.prompt_logprobs, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
@@ -79,7 +81,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         best = (body.n or 1) if body.picks_best else None
         echo = bool(body.echo)
         ids = bool(body.return_token_ids)
-        builder = CompletionBuilder(completion, strings, body.logprobs, body.prompt_logprobs, echo, best, ids)
+        names = numbers if body.return_tokens_as_token_ids else strings
+        builder = CompletionBuilder(completion, names, body.logprobs, body.prompt_logprobs, echo, best, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)

@@ -81,7 +81,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "repetition_detection": (),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "truncate_prompt_tokens": (),
@@ -197,6 +196,11 @@ class _Generation(Body):
     """Log probabilities of the prompt's tokens, and of this many likeliest tokens beside each; not with `stream`."""
     return_token_ids: bool | None = None
     """Adds the ids of the prompt's tokens and of the output's."""
+    return_tokens_as_token_ids: bool | None = None
+    """Names tokens as `token_id:123` in log probabilities: several may have the same text."""
+    receipt: bool | None = None
+    """Adds to each choice what `spool replay` needs to compute it again and to compare it bit by bit; needs exact
+    mode."""
     priority: WholeNumber | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
     cache_salt: CacheSalt | None = None
@@ -242,7 +246,11 @@ class _Generation(Body):
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
-            **{name: values[name] for name in ("cache_salt", "min_tokens", "n", "priority", "seed") if name in values},
+            **{
+                name: values[name]
+                for name in ("cache_salt", "min_tokens", "n", "priority", "receipt", "seed")
+                if name in values
+            },
             **more,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -108,6 +108,7 @@ class ChatChoice(BaseModel):
     finish_reason: ChatEndReason | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    receipt: dict[str, Any] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -115,6 +116,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageShape
     prompt_logprobs: PromptLogprobs | None = None
@@ -153,6 +155,8 @@ class ChatChunkChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     """Of the tokens that no event before has shown."""
+    receipt: dict[str, Any] | None = None
+    """In the last event of the choice."""
 
 
 class ChatChunk(BaseModel):
@@ -162,6 +166,7 @@ class ChatChunk(BaseModel):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: UsageShape | None = None
     prompt_token_ids: list[int] | None = None
@@ -189,6 +194,8 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     """In a stream, in the first event of the choice."""
+    receipt: dict[str, Any] | None = None
+    """In a stream, in the last event of the choice."""
 
 
 class CompletionShape(BaseModel):
@@ -198,6 +205,7 @@ class CompletionShape(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageShape | None = None
 
@@ -207,7 +215,8 @@ class CompletionShape(BaseModel):
 
 class ModelShape(BaseModel):
     """`root` is the target model's folder or hub id, whatever name it is served under; `quantization` that of its
-    weights as they are computed with."""
+    weights as they are computed with; `fingerprint` the parts that `system_fingerprint` names: what must be alike for
+    equal bits."""
 
     id: str
     root: str
@@ -216,6 +225,8 @@ class ModelShape(BaseModel):
     owned_by: str
     max_model_len: int
     quantization: str
+    system_fingerprint: str
+    fingerprint: dict[str, str]
 
 
 class ModelList(BaseModel):

@@ -26,6 +26,7 @@ from services.gateway.http.openai_responses import (
 )
 from services.gateway.token_strings import TokenStrings
 from services.observability.metric_set import CONTENT_TYPE
+from services.receipts.fingerprint import fingerprint_name
 from services.scheduler_client.remote import workers_in_use
 
 DISTRIBUTION = "spool-serve"
@@ -45,6 +46,8 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
             owned_by="spool",
             max_model_len=info.max_sequence_length,
             quantization=info.quantization,
+            system_fingerprint=fingerprint_name(info.fingerprint),
+            fingerprint=dict(info.fingerprint),
         )
 
     @router.get("/v1/models")

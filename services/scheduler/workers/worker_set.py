@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protos import worker_pb2
 from scheduler.messages import Role
+from services.receipts.fingerprint import differences
 from services.rpc.backoff import require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.supervision import SupervisedTask
@@ -216,8 +217,18 @@ class WorkerSet:
         """Connections to come have epochs above this one."""
         self._epoch = max(self._epoch, epoch)
 
+    def _warn_of_differences(self, link: WorkerLink) -> None:
+        """Targets that are not alike may give the same request different tokens."""
+        name, others = link.endpoint.worker_id, self.descriptions
+        own = others.pop(name, worker_pb2.WorkerDescription()).fingerprint
+        for other, description in others.items():
+            if other in self.up and description.role == worker_pb2.ROLE_TARGET:
+                if found := differences(own, description.fingerprint):
+                    logger.warning("targets %s and %s may give other bits: %s", name, other, "; ".join(found))
+                return
+
     @property
-    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
+    def descriptions(self) -> dict[str, worker_pb2.WorkerDescription]:
         """The description of every worker that has been up, as of the last time that it came up."""
         return {worker_id: link.description for worker_id, link in self.links.items() if link.description is not None}
 
@@ -247,6 +258,7 @@ class WorkerSet:
         logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
         if endpoint.role is Role.TARGET:
             self._targetless_since = None
+            self._warn_of_differences(link)
         if link.description is not None:
             self._listener.worker_up(endpoint, link.description)
 

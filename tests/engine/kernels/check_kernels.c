@@ -258,7 +258,15 @@ static void check_logits(ptrdiff_t rows, ptrdiff_t size) {
         double exact = exp(number(scores[row * stride + places[row]])) / total;
         end_unless(fabs(values[row] - exact) < 1e-4 * exact, "probabilities");
     }
-    free(scores), free(places), free(values);
+    uint64_t *digests = NEW(uint64_t, rows), *weights = NEW(uint64_t, size);
+    for (ptrdiff_t i = 0; i < size; i++) weights[i] = i == size - 1;
+    spool_digests(digests, scores, weights, rows, stride, size);
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        uint64_t bits = 0;
+        memcpy(&bits, scores + row * stride + size - 1, sizeof *scores);
+        end_unless(digests[row] == bits, "digests");
+    }
+    free(scores), free(places), free(values), free(digests), free(weights);
 }
 
 static void check_forbid(ptrdiff_t rows, ptrdiff_t size) {

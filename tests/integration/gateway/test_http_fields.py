@@ -48,7 +48,7 @@ VLLM: Fields = {
         "refused",
         "early_stopping allowed_token_ids ec_transfer_params guided_choice guided_decoding_backend "
         "guided_grammar guided_json guided_regex guided_whitespace_pattern kv_transfer_params "
-        "length_penalty logits_processors repetition_detection request_id return_tokens_as_token_ids "
+        "length_penalty logits_processors repetition_detection request_id "
         "spaces_between_special_tokens structural_tag truncate_prompt_tokens use_beam_search vllm_xargs",
     ),
     "bad_words": (["b"], "has effect"),
@@ -74,6 +74,7 @@ COMPLETION: Fields = {
     "best_of": (2, "has effect"),
     "echo": (True, "has effect"),
     "logprobs": (1, "has effect"),
+    "return_tokens_as_token_ids": (True, "has effect", {"logprobs": 1}),
     "top_k": (-1, "has none here"),
 }
 CHAT: Fields = {
@@ -96,6 +97,7 @@ CHAT: Fields = {
     "logprobs": (True, "has effect"),
     "max_completion_tokens": (3, "has effect"),
     "parallel_tool_calls": (False, "has none here", {"tools": TOOLS}),
+    "return_tokens_as_token_ids": (True, "has effect", {"logprobs": True}),
     "tool_choice": ("required", "has effect", {"tools": TOOLS}),
     "tools": (TOOLS, "has effect"),
     "top_logprobs": (1, "has effect", {"logprobs": True}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +14,10 @@ import torch
 from engine.attention.backends import AttentionRule, Span
 from engine.cpu.attention import KernelBackend
 from engine.cpu.kernels import CpuKernels
+from engine.cpu.logits_scan import KernelScan
 from engine.kv.paged_kv import LayerKv
+from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 
 PAGES = 64
@@ -206,6 +210,32 @@ def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
     scores[0, 40], scores[0, 70] = -0.0, 0.0
     scores[1, 40], scores[1, 70] = 0.0, -0.0
     assert kernels.argmax(scores)[0].tolist() == [40, 40]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (4, 49152)])
+def test_digests_are_those_of_plain_python_and_tell_single_bits(kernels: CpuKernels, rows: int, size: int) -> None:
+    scores = scores_like(kernels, "plain", rows, size + 2)[:, :size]
+    digests = KernelScan(kernels).digests(scores)
+    weights = [_mixed((column + 1) * GOLDEN) | 1 for column in range(size)]
+    unsigned = {2: "H", 4: "I"}[kernels.dtype.itemsize]
+    for row, digest in zip(scores, digests, strict=True):
+        bits = array(unsigned, row.contiguous().view(torch.uint8).numpy().tobytes())
+        assert digest == sum(bit * weight for bit, weight in zip(bits, weights, strict=True)) % 2**64
+    assert LogitsScan().digests(scores) == digests
+    changed = scores.clone()
+    patterns = changed.view({2: torch.int16, 4: torch.int32}[kernels.dtype.itemsize])
+    patterns[0, size - 1] ^= 1
+    assert [one == other for one, other in zip(KernelScan(kernels).digests(changed), digests, strict=True)] == [
+        row > 0 for row in range(rows)
+    ]
+
+
+def _mixed(value: int) -> int:
+    """Of SplitMix64, all steps but the last, whose shift leaves the upper bits alone."""
+    value &= 2**64 - 1
+    value = ((value ^ (value >> 30)) * MULTIPLIER_1) % 2**64
+    return ((value ^ (value >> 27)) * MULTIPLIER_2) % 2**64
 
 
 @pytest.mark.usefixtures("threads")

@@ -105,18 +105,18 @@ def test_a_row_that_follows_feeds_what_the_one_before_sampled(target: Conversati
 
 
 def test_what_more_there_is_to_tell_of_a_row_that_follows_comes_in_a_reply(target: Conversation) -> None:
+    scored = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True, top_logprobs=0)
     asking = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
-    target.step(
-        row(1, PROMPT, 0, parameters=asking, sample=True), row(2, PROMPT, 0, parameters=PARAMETERS, sample=True)
-    )
-    both = worker_pb2.FollowingRows()
-    for sequence_id in (1, 2):
-        both.MergeFrom(following(PROMPT, sequence_id))
-    reply = target.step(row(3, PROMPT, 0, parameters=PARAMETERS), following=both)
+    opened = {1: scored, 2: asking, 3: PARAMETERS}
+    target.step(*(row(number, PROMPT, 0, parameters=each, sample=True) for number, each in opened.items()))
+    all_three = worker_pb2.FollowingRows()
+    for sequence_id in opened:
+        all_three.MergeFrom(following(PROMPT, sequence_id))
+    reply = target.step(row(4, PROMPT, 0, parameters=PARAMETERS), following=all_three)
     token = continuation(PROMPT, 2)[1]
-    assert list(reply.followed) == [-1, token]
-    third, first = reply.rows
-    assert (third.sequence_id, first.sequence_id, list(first.logits_digests)) == (3, 1, [token + 5])
+    assert (list(reply.followed), list(reply.followed_digests)) == ([-1, token, token], [0, token + 5, 0])
+    fourth, first = reply.rows
+    assert (fourth.sequence_id, first.sequence_id, list(first.logits_digests)) == (4, 1, [token + 5])
 
 
 def test_nothing_follows_the_end_of_a_grammar(target: Conversation) -> None:

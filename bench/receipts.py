@@ -1,0 +1,83 @@
+"""What receipts cost while tokens are generated, and what part of that time their replay takes. JSON on the last line.
+
+python -m bench.receipts --temperature 0.8
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from deploy.models import prepare_models
+from deploy.offline.cell import running_cell
+from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
+from deploy.offline.prompts import load_prompts
+from deploy.options import NO_DRAFT, InputSettings, ModelSettings, RunSettings, SamplingSettings
+from deploy.progress import Reporter
+from scheduler.config import Policy
+from services.receipts.receipt import Receipt
+
+
+async def generate(settings: RunSettings, jobs: list[Job], turns: int, reporter: Reporter, file: Path) -> list[float]:
+    """Writes receipts; gives the median seconds without digests of logits and with them."""
+    config = settings.scheduling.config(Policy.AUTO, drafting=False)
+    seconds: tuple[list[float], list[float]] = [], []
+    found = [Completion() for _ in jobs]
+    async with running_cell(settings, longest_lengths(jobs, config), reporter) as cell:
+        for turn in range(turns):
+            for digests in (False, True)[:: -1 if turn % 2 else 1]:
+                warm_up = [replace(job, max_tokens=16) for job in jobs[:8]]
+                plan = DecodingPlan(f"digests {digests}", config, frozenset(), False, digests, warm_up)
+                keep = found.__setitem__ if digests else lambda *_: None
+                seconds[digests].append((await decode(cell, plan, jobs, reporter, keep)).seconds)
+        async with cell.service(config, drafting=False) as service:
+            (target,) = service.workers.descriptions.values()
+    with file.open("w", encoding="utf-8") as lines:
+        for job, one in zip(jobs, found, strict=True):
+            record = tuple(one.tokens), tuple(one.logits_digests), job.sampling
+            lines.write(json.dumps(Receipt("", target.fingerprint, job.tokens, *record).to_json()) + "\n")
+    return [median(each) for each in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.receipts", description="Measures receipts and their replay.")
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--prompts", type=Path, help="JSON lines as for `spool generate`")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    for name, default in (("count", 64), ("tokens", 256), ("turns", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    sampling = SamplingSettings(max_tokens=given.tokens, temperature=given.temperature)
+    models, inputs = ModelSettings(target=given.target, draft=NO_DRAFT), InputSettings(prompts=given.prompts)
+    settings = RunSettings(models=models, sampling=sampling, inputs=inputs)
+    with Reporter() as reporter, tempfile.TemporaryDirectory() as scratch:
+        ready = prepare_models(models, False, reporter)
+        prompts = load_prompts(given.prompts, None)
+        several = [replace(prompts[number % len(prompts)], index=number) for number in range(given.count)]
+        jobs, file = (
+            make_jobs(several, ready.tokenizer, sampling, ready.max_positions),
+            Path(scratch) / "receipts.jsonl",
+        )
+        plain, digested = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
+        command = [sys.executable, "-P", "-m", "deploy.cli.main", "replay", file, "--target", given.target, "--json"]
+        replayed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    tokens = sum(job.max_tokens for job in jobs)
+    result = {
+        "tokens": tokens,
+        "tokens_per_second": {"without": tokens / plain, "with": tokens / digested},
+        "cost_of_receipts": digested / plain - 1,
+        "replay_seconds": replayed["seconds"],
+        "replay_share": replayed["seconds"] / digested,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What must be alike on two workers for equal bits, part by part (docs/exactness.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from engine.cpu.fused_layers import KernelDecoder
+from engine.cpu.linear import KernelLinear
+from engine.exactness.calibration import ExactShapes
+from engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions
+from engine.models.compatibility import has_moving_rope
+from engine.models.dtype import dtype_name
+from engine.models.loaded_model import LoadedModel, attention_name
+from engine.models.weights import safetensors_files
+from engine.passes.runner import ModelRunner
+from engine.quantization.model import weights_path
+from engine.settings import EngineSettings
+
+# Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
+_RECIPE = 1
+_DIGITS = 16
+# Of each tensor of weights in memory, the elements that tell one model from another.
+SAMPLED_WEIGHTS = 256
+
+
+def folder_parts(folder: Path) -> dict[str, str]:
+    """Of all bytes of a model folder's weights and of its configuration. Raises UnsupportedModelError, OSError."""
+    source = weights_path(folder)
+    files = [source] if source.is_file() else safetensors_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
+    return {"weights": _of_files(files), "model": _of_files([folder / "config.json"])}
+
+
+def memory_parts(model: PreTrainedModel) -> dict[str, str]:
+    """The same of a model that came from no folder, of its weights by a sample of each tensor."""
+    digest = hashlib.sha256()
+    for name, weights in sorted(model.state_dict().items()):
+        digest.update(name.encode() + weight_sample(weights))
+    config = json.dumps(model_conditions(model), sort_keys=True, default=str).encode()
+    return {"weights": digest.hexdigest()[:_DIGITS], "model": hashlib.sha256(config).hexdigest()[:_DIGITS]}
+
+
+def weight_sample(weights: torch.Tensor) -> bytes:
+    sample = weights.flatten()[:SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
+    return sample.numpy().tobytes()
+
+
+def fingerprint_parts(
+    source: dict[str, str],
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    settings: EngineSettings,
+    shapes: ExactShapes | None,
+) -> dict[str, str]:
+    """All parts, of which `source` are those of `folder_parts` or `memory_parts`. `loaded` has its layers replaced."""
+    model, kernels, device = loaded.model, loaded.kernels, loaded.model.device
+    parts = {
+        **source,
+        "tokenizer": loaded.vocabulary.digest.hex()[:_DIGITS] or "none",
+        "dtype": dtype_name(model.dtype),
+        "quantization": loaded.quantization,
+        "kv_cache_dtype": dtype_name(runner.kv.layers[0].pool.dtype),
+        "exact": "on" if settings.exact else "off",
+        "ranks": str(settings.tensor_parallel_size),
+        "kernels": f"{kernels.isa} {kernels.identity}" if kernels else loaded.kernel_identity or "none",
+        "attention": attention_name(runner.backend),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "llguidance": _installed("llguidance"),
+        "spool": f"{_installed('spool-serve')}, recipe {_RECIPE}",
+    }
+    if has_moving_rope(model.config):
+        parts["max_model_len"] = str(settings.max_model_len)
+    if device.type == "cpu":
+        # Decides which of its functions torch takes, for sines too.
+        parts["torch"] += f" {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        parts["cublas"] = _of_text(str(cublas_conditions()))
+    if not _computed_by_cpu_kernels(model):
+        parts |= {"processor": device_name(device), "shapes": _of_text(str(shapes))}
+        parts |= {name: str(getattr(settings, name)) for name in ("page_size", "max_num_batched_tokens")}
+        if device.type == "cpu":
+            parts["threads"] = str(torch.get_num_threads())
+    return parts
+
+
+def _computed_by_cpu_kernels(model: PreTrainedModel) -> bool:
+    """Whether nothing of a pass is left to libraries, so that neither threads nor shapes of calls matter."""
+    return isinstance(model.base_model, KernelDecoder) and isinstance(model.get_output_embeddings(), KernelLinear)
+
+
+def _of_files(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "none"

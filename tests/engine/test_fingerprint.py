@@ -1,0 +1,77 @@
+"""What must be alike for equal bits: each change shows in its own part, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.loading import load_target_engine
+from engine.settings import EngineSettings
+from tests.support.tiny_models import TORCH_SHAPE, save_tiny_pair
+
+SETTINGS = {"threads": 1, "page_size": 16, "kv_pages": 8, "max_num_batched_tokens": 96}
+
+
+def parts_of(settings: EngineSettings) -> dict[str, str]:
+    return dict(load_target_engine(settings, lambda *_: None).description.fingerprint)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    return EngineSettings(str(save_tiny_pair("llama", tmp_path_factory.mktemp("models"))[0]), **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def parts(settings: EngineSettings) -> dict[str, str]:
+    return parts_of(settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        ({}, []),
+        ({"threads": 2, "kv_pages": 12, "max_num_batched_tokens": 64, "prefix_cache": False}, []),
+        ({"exact": False}, ["exact"]),
+        ({"quantization": "int8"}, ["quantization"]),
+        ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype"]),
+        ({"dtype": "float16"}, ["dtype", "kernels", "kv_cache_dtype"]),
+    ],
+    ids=str,
+)
+def test_settings_that_bits_depend_on_have_a_part(
+    change: dict[str, Any], changed: list[str], settings: EngineSettings, parts: dict[str, str]
+) -> None:
+    found = parts_of(replace(settings, **change))
+    assert sorted(name for name in found.keys() | parts.keys() if found.get(name) != parts.get(name)) == changed
+
+
+@pytest.mark.parametrize(("file", "part"), [("model.safetensors", "weights"), ("config.json", "model")])
+def test_every_bit_of_the_files_counts(
+    file: str, part: str, settings: EngineSettings, parts: dict[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(settings.model, tmp_path / "model")
+    content = (folder / file).read_bytes()
+    if file == "config.json":
+        content = json.dumps(json.loads(content) | {"rms_norm_eps": 2e-6}).encode()
+    else:
+        content = content[:-1] + bytes([content[-1] ^ 1])
+    (folder / file).write_bytes(content)
+    found = parts_of(replace(settings, model=str(folder)))
+    assert {name for name in parts if found[name] != parts[name]} == {part}
+
+
+def test_where_libraries_compute_their_shapes_and_threads_count(tmp_path: Path) -> None:
+    """Without kernels for the shapes of this model; calibration is left out, which finds none on some processors."""
+    folder = str(save_tiny_pair("llama", tmp_path, **TORCH_SHAPE)[0])
+    settings = EngineSettings(folder, dtype="float32", exact=False, **SETTINGS)
+    one, two = parts_of(settings), parts_of(replace(settings, threads=2, max_num_batched_tokens=64, page_size=8))
+    torch.set_num_threads(1)
+    changed = {name for name in one if one[name] != two[name]}
+    assert changed == {"threads", "max_num_batched_tokens", "page_size"}
+    assert {"processor", "shapes"} <= one.keys()

@@ -1,0 +1,213 @@
+"""Receipts of what was decoded in batches, with drafts and without, computed again by `spool replay`."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.settings import EngineSettings
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import SequenceRequest
+from scheduler.sampling import Grammar, SamplingParameters
+from services.gateway.grammar_check import definition
+from services.receipts.receipt import Receipt
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.command_line import Ended, save_tokenizer, spool_here, write_lines
+from tests.support.in_process import Output, run_in_process
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
+
+ENDS = frozenset({7})
+ENGINE: dict[str, Any] = {"threads": 1, "page_size": 16, "kv_pages": 200, "max_num_batched_tokens": 48}
+SAMPLINGS = [
+    SamplingParameters(),
+    SamplingParameters(temperature=0.8, seed=1),
+    SamplingParameters(temperature=1.2, seed=2, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParameters(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    SamplingParameters(temperature=0.6, seed=2**64 - 1, logit_bias={5: 3.0, 9: -100}, bad_words=((4, 5), (6,))),
+    SamplingParameters(temperature=1.0, seed=5, min_tokens=12, end_token_ids=ENDS, frequency_penalty=-0.2),
+    SamplingParameters(temperature=0.9, seed=6, grammar=Grammar(definition("regex", "(ab?c){2,9}[0-9]{1,30}"), ENDS)),
+    SamplingParameters(grammar=Grammar(definition("choice", '["yes", "yesterday", "no"]'), ENDS)),
+]
+
+
+@dataclass
+class Served:
+    folder: Path
+    target: TargetStepExecutor
+    requests: list[SequenceRequest]
+    outputs: dict[int, Output]
+
+    def receipts(self) -> list[Receipt]:
+        parts = self.target.engine.description.fingerprint  # type: ignore[attr-defined]
+        found = []
+        for request in self.requests:
+            output = self.outputs[request.sequence_id]
+            assert output.error is None
+            tokens, digests = tuple(output.tokens), tuple(output.logits_digests)
+            found.append(Receipt("tiny", parts, request.prompt, tokens, digests, request.sampling))
+        return found
+
+
+def serve(folder: Path, draft: Path | None, policy: Policy, **settings: Any) -> Served:
+    """Prompts with a common beginning, which the prefix cache has, at every way of sampling."""
+    target = TargetStepExecutor(load_target_engine(EngineSettings(str(folder), **ENGINE, **settings), lambda *_: None))
+    workers: dict[str, Any] = {"target": target}
+    if draft is not None:
+        engine = EngineSettings(str(draft), **ENGINE, **settings)
+        workers["draft"] = DraftStepExecutor(load_draft_engine(engine, lambda *_: None))
+    rng = random.Random(3)
+    common = rng.choices(range(10, VOCABULARY), k=30)
+    requests = [
+        SequenceRequest(
+            number,
+            (*common[: 5 * number], *rng.choices(range(10, VOCABULARY), k=4 + 9 * (number % 4))),
+            20 + number % 7,
+            ENDS,
+            SAMPLINGS[number % len(SAMPLINGS)],
+            logits_digests=True,
+            top_logprobs=0,
+        )
+        for number in range(2 * len(SAMPLINGS))
+    ]
+    length = 0 if draft is None else 4
+    config = SchedulerConfig(batch_size=5, max_running=9, policy=policy, draft_length=length, prefill_chunk=13)
+    return Served(folder, target, requests, run_in_process(config, workers, requests))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
+    for folder in folders:
+        save_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def served(pair: tuple[Path, Path]) -> Served:
+    return serve(*pair, Policy.RAGGED)
+
+
+def replayed(folder: Path, scratch: Path, *receipts: Any) -> Ended:
+    file = write_lines(scratch / "receipts.jsonl", *receipts)
+    return spool_here("replay", file, "--target", folder, "--json", "--logprobs")
+
+
+def test_what_was_decoded_with_drafts_is_computed_again_bit_by_bit(served: Served, tmp_path: Path) -> None:
+    """Tokens, logits, and log probabilities, of the output and of prompt and output as a prompt."""
+    assert sum(accepted for output in served.outputs.values() for _, accepted in output.rounds)
+    receipts = served.receipts()
+    ended = replayed(served.folder, tmp_path, *(receipt.to_json() for receipt in receipts))
+    assert ended.code == 0, ended.err
+    found = ended.summary["receipts"]
+    assert [one["tokens"] for one in found] == [len(receipt.output) for receipt in receipts]
+    outputs = [served.outputs[request.sequence_id] for request in served.requests]
+    assert [one["logprobs"] for one in found] == [[entry.logprob for entry in each.logprobs] for each in outputs]
+    free = [number for number, receipt in enumerate(receipts) if receipt.sampling.grammar is None]
+    scored = [
+        SequenceRequest(number, (*receipts[number].prompt, *receipts[number].output), 1, prompt_logprobs=0)
+        for number in free
+    ]
+    again = run_in_process(SchedulerConfig(prefill_chunk=17), {"target": served.target}, scored)
+    for number in free:
+        count = len(receipts[number].output)
+        assert [entry.logprob for entry in again[number].prompt_logprobs[-count:]] == found[number]["logprobs"]
+
+
+def test_without_drafts_the_receipts_are_the_same(served: Served, pair: tuple[Path, Path]) -> None:
+    assert serve(pair[0], None, Policy.AUTO).receipts() == served.receipts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"quantization": "int8"}),
+        ("gemma3_text", {"kv_cache_dtype": "int8"}),
+        ("llama", {"dtype": "float32", "page_size": 8}),
+    ],
+    ids=str,
+)
+def test_of_other_models(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Where libraries compute, the replay takes the shapes of the receipt."""
+    shape = TORCH_SHAPE if family == "llama" else {}
+    folders = save_tiny_pair(family, tmp_path, **shape)
+    for folder in folders:
+        save_tokenizer(folder)
+    given = {name: value for name, value in settings.items() if name not in ENGINE}
+    sizes = {name: value for name, value in settings.items() if name in ENGINE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.ENGINE", ENGINE | sizes)
+        receipts = serve(*folders, Policy.RAGGED, **given).receipts()
+    ended = replayed(folders[0], tmp_path, *(receipt.to_json() for receipt in receipts))
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "place"),
+    [
+        (
+            1,
+            lambda one: replace(one, output=(*one.output[:4], one.output[4] ^ 1, *one.output[5:])),
+            "output token 4 is",
+        ),
+        (1, lambda one: replace(one, prompt=(one.prompt[0] ^ 1, *one.prompt[1:])), "output token 0 is"),
+        (0, lambda one: replace(one, logits_digests=(*one.logits_digests[:-1], 5)), "digest 0000000000000005"),
+        (1, lambda one: replace(one, sampling=replace(one.sampling, seed=0)), "output token"),
+        (1, lambda one: replace(one, sampling=replace(one.sampling, temperature=100)), "output token"),
+        (3, lambda one: replace(one, sampling=replace(one.sampling, repetition_penalty=100)), "output token"),
+        (7, lambda one: replace(one, sampling=replace(one.sampling, grammar=None)), "output token 0 is"),
+        (0, lambda one: replace(one, fingerprint={**one.fingerprint, "torch": "1.0"}), "of this target: torch 1.0 and"),
+    ],
+    ids=range(8),
+)
+def test_what_whoever_changes_a_receipt_cannot_make_true_is_named(
+    number: int, change: Callable[[Receipt], Receipt], place: str, served: Served, tmp_path: Path
+) -> None:
+    """All digests fit the change; only the target knows better."""
+    receipts = served.receipts()
+    others = [receipts[2].to_json(), receipts[5].to_json()]
+    ended = replayed(served.folder, tmp_path, others[0], change(receipts[number]).to_json(), others[1])
+    assert ended.code == 1, ended.err
+    first, changed, last = ended.summary["receipts"]
+    assert (first["equal"], last["equal"], changed["equal"]) == (True, True, False)
+    assert place in changed["reason"]
+
+
+def test_another_weight_is_another_target(served: Served, tmp_path: Path) -> None:
+    folder = shutil.copytree(served.folder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] += 2**-10
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    receipt = served.receipts()[1]
+    ended = replayed(folder, tmp_path, receipt.to_json())
+    assert ended.code == 1
+    [found] = ended.summary["receipts"]
+    own = receipt.fingerprint["weights"]
+    assert found["reason"].startswith(f"fingerprint, in the receipt and of this target: weights {own} and ")
+
+
+def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: Path) -> None:
+    one, two = (receipt.to_json() for receipt in served.receipts()[:2])
+    answer = tmp_path / "answer.json"
+    answer.write_text(json.dumps({"choices": [{"index": 0, "receipt": one}, {"index": 1, "receipt": two}]}, indent=1))
+    ended = spool_here("replay", answer, "--target", served.folder)
+    assert (ended.code, "2 of 2 receipts are equal" in ended.err) == (0, True), ended.err
+    damaged = one | {"output_token_ids": [1, *one["output_token_ids"][1:]]}
+    refused = {"refused": "the targets are not alike"}
+    ended = spool_here("replay", write_lines(tmp_path / "two.jsonl", damaged, refused), "--target", "nowhere")
+    assert ended.code == 1
+    assert "two.jsonl, receipt 1: output_token_ids and digests.output do not fit each other" in ended.err
+    assert "two.jsonl, receipt 2: there is no receipt: the targets are not alike" in ended.err
+    for text, problem in (("{", "cannot be read as JSON"), ('{"choices": []}', "holds no receipt")):
+        answer.write_text(text)
+        ended = spool_here("replay", answer)
+        assert (ended.code, problem in ended.err) == (2, True), ended.err

@@ -1,0 +1,146 @@
+"""What names the target in an answer, and receipts, over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from pydantic import SecretStr
+
+from scheduler.sampling import SamplingParameters
+from services.gateway.settings import GatewaySettings, SamplingDefaults
+from services.receipts.fingerprint import fingerprint_name
+from services.receipts.receipt import Receipt
+from services.receipts.signing import ReceiptKey
+from spool_client import Client, GenerateRequest
+from spool_client.v1 import generation_pb2_grpc
+from tests.integration.gateway.expected import CHAT, PROMPT, TIMEOUT, completion, encoded, expected_tokens, streamed
+from tests.support.gateway import MODEL, Gateways, Served, running_cell, save_tokenizer
+from tests.support.waiting import LONG
+
+PARTS = {"weights": MODEL, "exact": "on"}
+NAME = fingerprint_name(PARTS)
+SAMPLED = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "logit_bias": {"5": -1}, "min_tokens": 2}
+
+
+def receipt_of(gateways: Gateways, prompt: list[int], seed: int, count: int, **sampling: Any) -> Receipt:
+    """Of a choice: the stand-in's digest of the logits of a token is the token plus 5."""
+    tokens = expected_tokens(gateways, prompt, count)
+    known = SamplingParameters(seed=seed, **sampling)
+    return Receipt(MODEL, PARTS, tuple(prompt), tuple(tokens), tuple(token + 5 for token in tokens), known)
+
+
+def test_every_answer_names_the_fingerprint_of_its_target(served: Served, http: httpx.Client) -> None:
+    asked = {"messages": CHAT, "max_tokens": 3}
+    answers = [
+        completion(http, max_tokens=3),
+        http.post("/v1/chat/completions", json=asked).json(),
+        *streamed(http, prompt=PROMPT, max_tokens=3),
+        *streamed(http, "chat/completions", **asked),
+    ]
+    assert {answer["system_fingerprint"] for answer in answers} == {NAME}
+    [model] = http.get("/v1/models").json()["data"]
+    assert (model["system_fingerprint"], model["fingerprint"]) == (NAME, PARTS)
+    with Client(served.address) as client:
+        request = GenerateRequest(text=PROMPT, max_tokens=3)
+        assert client.generate(request).system_fingerprint == NAME
+        assert {part.system_fingerprint for part in client.stream(request)} == {NAME}
+
+
+def test_tokens_by_their_numbers(gateways: Gateways, http: httpx.Client) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 8, "logprobs": 2, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{token}" for token in expected_tokens(gateways, encoded(gateways), 8)]
+    [choice] = completion(http, **asked)["choices"]
+    assert choice["logprobs"]["tokens"] == names
+    assert [top.keys() & {name} for top, name in zip(choice["logprobs"]["top_logprobs"], names, strict=True)] == [
+        {name} for name in names
+    ]
+    body = {"messages": CHAT, "max_tokens": 2, "logprobs": True, "return_tokens_as_token_ids": True}
+    [chat] = http.post("/v1/chat/completions", json=body).json()["choices"]
+    tokens = expected_tokens(gateways, gateways.tokenizer.encode_chat(CHAT), 2)
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == [f"token_id:{token}" for token in tokens]
+
+
+@pytest.mark.parametrize("spool", [{"speculation": False}, {"draft_length": 4}], ids=str)
+def test_receipts_of_choices(gateways: Gateways, http: httpx.Client, spool: dict[str, Any]) -> None:
+    prompt, end = encoded(gateways), gateways.tokenizer.stop_token_ids
+    rest: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "logit_bias": {5: -1.0}}
+    rest |= {"min_tokens": 2, "end_token_ids": frozenset(end)}
+    expected = [receipt_of(gateways, prompt, seed, 20, **rest) for seed in (3, 4)]
+    asked = {"prompt": PROMPT, "max_tokens": 20, "n": 2, "receipt": True, "spool": spool, **SAMPLED}
+    whole = completion(http, **asked)["choices"]
+    assert [Receipt.from_json(choice["receipt"]) for choice in whole] == expected
+    events = [choice for event in streamed(http, **asked) for choice in event["choices"]]
+    assert [bool(choice["finish_reason"]) for choice in events] == ["receipt" in choice for choice in events]
+    found = {choice["index"]: choice["receipt"] for choice in events if "receipt" in choice}
+    assert [found[0], found[1]] == [choice["receipt"] for choice in whole]
+    body = {"messages": CHAT, "max_tokens": 9, "receipt": True, "temperature": 0, "seed": 1, "spool": spool}
+    [chat] = http.post("/v1/chat/completions", json=body).json()["choices"]
+    prompt = gateways.tokenizer.encode_chat(CHAT)
+    assert Receipt.from_json(chat["receipt"]) == receipt_of(gateways, prompt, 1, 9)
+    *_, last = [choice for event in streamed(http, "chat/completions", **body) for choice in event["choices"]]
+    assert last["receipt"] == chat["receipt"]
+
+
+def test_a_receipt_covers_what_was_delivered(gateways: Gateways, http: httpx.Client) -> None:
+    text = completion(http, max_tokens=30)["choices"][0]["text"]
+    stop = next(text[place : place + 2] for place in range(6, 20) if "\ufffd" not in text[place : place + 2])
+    asked = {"prompt": PROMPT, "max_tokens": 30, "stop": stop, "receipt": True, "return_token_ids": True}
+    [choice] = completion(http, **asked)["choices"]
+    receipt = Receipt.from_json(choice["receipt"])
+    assert (list(receipt.prompt), list(receipt.output)) == (encoded(gateways), choice["token_ids"])
+    assert receipt.logits_digests == tuple(token + 5 for token in receipt.output)
+
+
+def test_receipts_over_grpc(gateways: Gateways, served: Served) -> None:
+    request = GenerateRequest(text=PROMPT, max_tokens=12, temperature=0, seed=8, n=2, receipt=True)
+    expected = [receipt_of(gateways, encoded(gateways), seed, 12) for seed in (8, 9)]
+    with Client(served.address) as client:
+        whole = client.generate(request).choices
+        parts = [part.choice for part in client.stream(request) if part.choice.receipt]
+    for choices in (whole, sorted(parts, key=lambda part: part.index)):
+        assert [Receipt.from_json(json.loads(choice.receipt)) for choice in choices] == expected
+    assert all(part.finish_reason for part in parts)
+
+
+def test_the_server_can_give_receipts_to_all_and_sign_them(gateways: Gateways) -> None:
+    private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    public = ReceiptKey(private).public
+    settings = GatewaySettings(
+        receipts=True, receipt_key=SecretStr(private), sampling=SamplingDefaults(temperature=0), model_names=("demo",)
+    )
+    with (
+        gateways.serve(settings) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        [choice] = completion(http, max_tokens=4)["choices"]
+        assert Receipt.from_json(choice["receipt"], public).model == "demo"
+        assert "receipt" not in completion(http, max_tokens=4, receipt=False)["choices"][0]
+        assert "receipt" not in completion(http, max_tokens=0, echo=True)["choices"][0]
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        [found] = stub.Generate(GenerateRequest(text=PROMPT, max_tokens=4), timeout=LONG).choices
+        Receipt.from_json(json.loads(found.receipt), public)
+        assert not stub.Generate(GenerateRequest(text=PROMPT, receipt=False), timeout=LONG).choices[0].receipt
+
+
+def test_a_receipt_that_cannot_be_is_refused(http: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> None:
+    response = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0, "echo": True, "receipt": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "receipt")
+    assert "must be false where max_tokens is 0" in response.json()["error"]["message"]
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("model"))
+    cell = running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), exact=False)
+    inexact = Gateways(tokenizer, cell)
+    try:
+        with inexact.serve(GatewaySettings(receipts=True)) as served, httpx.Client(base_url=served.url) as other:
+            response = other.post("/v1/completions", json={"prompt": PROMPT, "receipt": True})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "receipt")
+            assert "the targets do not run in exact mode" in response.json()["error"]["message"]
+            assert "receipt" not in completion(other)["choices"][0]
+    finally:
+        inexact.close()

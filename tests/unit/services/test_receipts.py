@@ -1,0 +1,112 @@
+"""Receipts in JSON: what is changed is refused and named, whoever changed it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from scheduler.sampling import MAX_SEED, Grammar, SamplingParameters
+from services.receipts.receipt import Receipt, ReceiptError, receipts_in
+from services.receipts.signing import ReceiptKey
+
+
+def pem(key: Any) -> str:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+KEY = ReceiptKey(pem(Ed25519PrivateKey.generate()))
+OTHER = ReceiptKey(pem(Ed25519PrivateKey.generate()))
+SAMPLING = SamplingParameters(
+    temperature=1,
+    top_k=7,
+    top_p=0.9,
+    frequency_penalty=0.25,
+    logit_bias={70000: -3, 5: 1.5},
+    seed=MAX_SEED,
+    min_tokens=1,
+    end_token_ids=frozenset({9, 2}),
+    grammar=Grammar("start: /a+/", frozenset({2})),
+    bad_words=((4, 5), (6,)),
+)
+RECEIPT = Receipt("demo", {"weights": "aa", "dtype": "bfloat16"}, (3, 1), (4, 1, 5), (17, 2**64 - 1, 2), SAMPLING)
+
+
+def changed(change: Callable[[dict[str, Any]], Any], receipt: Receipt = RECEIPT) -> dict[str, Any]:
+    data = json.loads(json.dumps(receipt.to_json(KEY)))
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParameters()])
+def test_it_is_read_as_it_was_written(sampling: SamplingParameters) -> None:
+    receipt = Receipt("demo", {}, (3, 1), (4,), (17,), sampling)
+    for key in (None, KEY):
+        written = json.loads(json.dumps(receipt.to_json(key)))
+        assert Receipt.from_json(written) == receipt
+    # Readers of JSON in other languages do not tell 1.0 from 1.
+    written["sampling"]["temperature"] = int(written["sampling"]["temperature"])
+    assert Receipt.from_json(written, KEY.public) == receipt
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda data: data.update(version=2), "version is 2"),
+        (lambda data: data.update(model="dem0"), "model and digests.model"),
+        (lambda data: data["fingerprint"].update(weights="ab"), "fingerprint and digests.fingerprint"),
+        (lambda data: data["prompt_token_ids"].__setitem__(1, 0), "prompt_token_ids and digests.prompt"),
+        (lambda data: data["output_token_ids"].__setitem__(2, 4), "output_token_ids and digests.output"),
+        (lambda data: data["output_token_ids"].pop(), "logits_digests must be a list of 2"),
+        (lambda data: data["output_token_ids"].__setitem__(0, -1), r"output_token_ids\[0\] is -1"),
+        (lambda data: data["logits_digests"].__setitem__(1, "fffffffffffffffe"), "logits_digests and digests.logits"),
+        (lambda data: data["logits_digests"].__setitem__(1, "FFFFFFFFFFFFFFFF"), r"logits_digests\[1\]"),
+        (lambda data: data["sampling"].update(temperature=1.0000000000000002), "sampling and digests.sampling"),
+        (lambda data: data["sampling"]["logit_bias"].update({"5": 1.25}), "sampling and digests.sampling"),
+        (lambda data: data["sampling"].update(end_token_ids=[9, 2]), "sampling is not in the form"),
+        (lambda data: data["sampling"].update(top_p=2), "sampling cannot be read: top_p is 2"),
+        (lambda data: data["sampling"].pop("min_p"), "sampling is not in the form"),
+        (lambda data: data["sampling"].update(seed=str(MAX_SEED - 1)), "sampling.seed and digests.seed"),
+        (lambda data: data["sampling"]["grammar"].update(definition="start: /b+/"), "sampling.grammar and digests.gr"),
+        (lambda data: data["digests"].update(output="0" * 64), "output_token_ids and digests.output"),
+        (lambda data: data["digests"].pop("output"), "digests must be those of model, "),
+        (lambda data: data["signature"].update(value="00" * 64), "signature.value is not what"),
+        (lambda data: data["signature"].update(value=data["signature"]["value"].upper()), "signature.value"),
+        (lambda data: data["signature"].update(public_key=OTHER.public), "signature.public_key is"),
+        (lambda data: data["signature"].update(algorithm="RSA"), "signature.algorithm is 'RSA'"),
+        (lambda data: data.update(signature=None), "signature is missing"),
+        (lambda data: data.update(refused="the targets differ"), "there is no receipt: the targets differ"),
+    ],
+)
+def test_a_change_is_refused_and_named(change: Callable[[dict[str, Any]], Any], place: str) -> None:
+    with pytest.raises(ReceiptError, match=place):
+        Receipt.from_json(changed(change), KEY.public)
+
+
+def test_who_changes_all_digests_lacks_the_key() -> None:
+    other = Receipt("demo", RECEIPT.fingerprint, (3, 1), (4, 1, 6), RECEIPT.logits_digests, SAMPLING)
+    data = changed(lambda data: data.update(signature=RECEIPT.to_json(KEY)["signature"]), other)
+    with pytest.raises(ReceiptError, match=r"signature\.value"):
+        Receipt.from_json(data)
+    with pytest.raises(ReceiptError, match=r"signature\.public_key is"):
+        Receipt.from_json(other.to_json(OTHER), KEY.public)
+    with pytest.raises(ReceiptError, match="signature is missing"):
+        Receipt.from_json(other.to_json(), KEY.public)
+
+
+def test_receipts_are_found_in_answers() -> None:
+    choices = [{"index": 0, "receipt": {"version": 1}}, {"index": 1}, {"index": 2, "receipt": {"refused": "so"}}]
+    assert receipts_in({"id": "chatcmpl-1", "choices": choices}) == [{"version": 1}, {"refused": "so"}]
+    assert receipts_in({"version": 1}) == [{"version": 1}]
+
+
+def test_other_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be a private key in PEM"):
+        ReceiptKey("nonsense")
+    with pytest.raises(ValueError, match=r"is a EC.*, must be one of Ed25519"):
+        ReceiptKey(pem(generate_private_key(SECP256R1())))
