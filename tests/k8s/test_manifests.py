@@ -194,19 +194,11 @@ def every_pod(manifests: list[Manifest]) -> list[Manifest]:
     return [*pod_specs(manifests).values(), *({"volumes": [], **spec} for spec in others)]
 
 
-def test_the_autoscaler_gets_bounds_and_its_own_account() -> None:
+def test_the_autoscaler_has_an_account_of_its_own() -> None:
+    """That of the other pods may not speak to Kubernetes, which the autoscaler beside the head must."""
     manifests = built(overlay("gpu-autoscale"))
     assert cluster(manifests)["enableInTreeAutoscaling"] is True
-    assert cluster(manifests)["autoscalerOptions"]["version"] == "v2"
-    bounds = {name: worker_group(manifests, name) for name in GROUPS}
-    found = {name: (one["minReplicas"], one["replicas"], one["maxReplicas"]) for name, one in bounds.items()}
-    assert found == {"gateway": (2, 2, 6), "target": (2, 2, 8), "draft": (1, 1, 4)}
-    # The account of the other pods may not speak to Kubernetes, which the autoscaler beside the head must.
     assert "serviceAccountName" not in pod_specs(manifests)["head"]
-    assert [one["metadata"]["name"] for one in manifests if one["kind"] == "PodDisruptionBudget"] == [
-        "spool-gateway",
-        "spool-target",
-    ]
 
 
 @pytest.mark.parametrize("component", ["weights-on-volume", "weights-from-object-store"])

@@ -66,11 +66,7 @@ def served(
         "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": STREAMS, "policy": "ragged"},
-        "groups": {
-            "cells": 2,
-            "draft": {**PACED, "replicas": 1},
-            "target": {**PACED, "replicas": 2},
-        },
+        "groups": {"cells": 2, "draft": {**PACED, "replicas": 1}, "target": {**PACED, "replicas": 2}},
         "gateway": {"http_on": "head_node", "drain_seconds": 2},
     }
     with (

@@ -112,10 +112,7 @@ def served(
         "tracing": {"endpoint": "console"},
     }
     folder = tmp_path_factory.mktemp("served")
-    with (
-        ray_cluster.further_nodes(NODES) as cluster,
-        served_on(cluster, configuration, folder) as application,
-    ):
+    with ray_cluster.further_nodes(NODES) as cluster, served_on(cluster, configuration, folder) as application:
         again = spool("serve", "--config", folder / "spool.yaml", environment=application.environment)
         assert (again.code, "is served already" in again.err) == (2, True)
         yield Served(cluster, application)
@@ -254,37 +251,30 @@ def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dic
 
 
 @pytest.mark.long
-def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
+async def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
     served: Served, expected: dict[Case, Answer]
 ) -> None:
-    async def run() -> None:
-        async with streaming(served.application) as client, watching(served.application) as watcher:
-            before = served.application.workers_lost()
-            async with ConstantLoad(client, list(expected), STREAMS) as load:
-                poisoned = [Case((*POISON, 20 + number), number, 0.0, 16) for number in range(2)]
-                asked = zip(poisoned, Protocol, strict=True)
-                poisons = [await client.ask(case, protocol) for case, protocol in asked]
-            assert faults_of(load.records, expected) == []
-            assert all("a target worker was lost while it computed this sequence" in one.error for one in poisons)
-            assert 0 < served.application.workers_lost() - before <= 2 * len(poisons)
-            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
-
-    asyncio.run(run())
+    async with streaming(served.application) as client, watching(served.application) as watcher:
+        before = served.application.workers_lost()
+        async with ConstantLoad(client, list(expected), STREAMS) as load:
+            poisoned = [Case((*POISON, 20 + number), number, 0.0, 16) for number in range(2)]
+            asked = zip(poisoned, Protocol, strict=True)
+            poisons = [await client.ask(case, protocol) for case, protocol in asked]
+        assert faults_of(load.records, expected) == []
+        assert all("a target worker was lost while it computed this sequence" in one.error for one in poisons)
+        assert 0 < served.application.workers_lost() - before <= 2 * len(poisons)
+        await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
 
 @pytest.mark.long
-def test_overload_is_refused_and_leaves_nothing(served: Served, expected: dict[Case, Answer]) -> None:
+async def test_overload_is_refused_and_leaves_nothing(served: Served, expected: dict[Case, Answer]) -> None:
     """Over each protocol, more requests at once than may run and wait."""
-
-    async def run() -> None:
-        async with streaming(served.application) as client, watching(served.application) as watcher:
-            asked = list(islice(cycle(expected), 2 * (STREAMS + QUEUE)))
-            # One after the other: requests over HTTP take longer to arrive, so that those over gRPC find room before.
-            for protocol in Protocol:
-                records = await asyncio.gather(*(client.ask(case, protocol) for case in asked))
-                assert faults_of(records, expected) == []
-                assert any(record.refused for record in records)
-                assert sum(record.answered for record in records) >= STREAMS
-            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
-
-    asyncio.run(run())
+    async with streaming(served.application) as client, watching(served.application) as watcher:
+        asked = list(islice(cycle(expected), 2 * (STREAMS + QUEUE)))
+        # One after the other: requests over HTTP take longer to arrive, so that those over gRPC find room before.
+        for protocol in Protocol:
+            records = await asyncio.gather(*(client.ask(case, protocol) for case in asked))
+            assert faults_of(records, expected) == []
+            assert any(record.refused for record in records)
+            assert sum(record.answered for record in records) >= STREAMS
+        await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)

@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from io import StringIO
 
 import pytest
 from pydantic import SecretStr
 
+from deploy.cli.chat import chat
+from deploy.errors import RunError
 from services.gateway.settings import GatewaySettings
 from tests.support.command_line import SPOOL, spool
 from tests.support.gateway import Gateways, stand_in_gateways
@@ -33,18 +36,8 @@ def answer(gateways: Gateways, messages: list[dict[str, str]], count: int = TOKE
 
 def test_a_conversation_keeps_its_history(gateways: Gateways) -> None:
     with gateways.serve() as served:
-        options = (
-            "--url",
-            served.url,
-            "--temperature",
-            "0",
-            "--max-tokens",
-            TOKENS,
-            "--system",
-            "be brief",
-            "--priority",
-            "-3",
-        )
+        words = f"--url {served.url} --temperature 0 --max-tokens {TOKENS} --priority -3"
+        options = (*words.split(), "--system", "be brief")
         ended = spool("chat", *options, given="hello there\n\nand now\n/new\nhello there\n")
     assert ended.code == 0, ended.err
     history = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
@@ -77,16 +70,17 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(gateways: Gatewa
     assert whole.startswith(text.removesuffix(" ...\n").rstrip("\ufffd"))
 
 
-def test_a_server_that_wants_a_key(gateways: Gateways) -> None:
-    settings = GatewaySettings(api_keys=(SecretStr("sesame"),))
-    with gateways.serve(settings) as served:
-        refused = spool("chat", "--url", served.url, given="hello\n")
-        assert refused.code == 1
-        assert refused.err.startswith("spool: the server refuses: ")
-        assert refused.err.endswith("(--api-key or $SPOOL_API_KEY gives a key)\n")
-        assert len(refused.err.splitlines()) == 1
-        options = ("--url", served.url, "--max-tokens", 3)
-        assert spool("chat", *options, "--api-key", "sesame", given="hello\n").code == 0
-        assert spool("chat", *options, environment={"SPOOL_API_KEY": "sesame"}, given="hello\n").code == 0
-        wrong = spool("chat", *options, "--model", "other", "--api-key", "sesame", given="hello\n")
-        assert (wrong.code, len(wrong.err.splitlines())) == (1, 1)
+def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gateways.serve(GatewaySettings(api_keys=(SecretStr("sesame"),))) as served:
+
+        def answered(key: str | None, model: str | None = None) -> str:
+            sink = StringIO()
+            assert chat(served.url, model, key, None, {"max_tokens": 3}, StringIO("hello\n"), sink) == 0
+            return sink.getvalue()
+
+        with pytest.raises(RunError, match=r"^the server refuses: .* \(--api-key or \$SPOOL_API_KEY gives a key\)$"):
+            answered(None)
+        with pytest.raises(RunError, match=r"^the server refuses: the model 'other' does not exist"):
+            answered("sesame", "other")
+        monkeypatch.setenv("SPOOL_API_KEY", "sesame")
+        assert answered(None) == answered("sesame") != ""

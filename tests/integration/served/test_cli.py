@@ -141,19 +141,6 @@ def test_verify_finds_speculation_exact(folder: Path) -> None:
     assert summary["generate"]["exact_match"] == 1
 
 
-def test_a_broken_model_is_one_line(folder: Path) -> None:
-    broken = folder / "broken"
-    broken.mkdir()
-    save_tokenizer(broken)
-    config = json.loads((folder / "llama-target" / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config))
-    (broken / "model.safetensors").write_text("no weights")
-    ended = run(folder, "generate", target="broken", draft="none")
-    assert ended.code == 1
-    assert ended.err.splitlines()[-1].startswith("spool: target-0: ")
-    assert "Traceback" not in ended.err
-
-
 def at_work(
     folder: Path, draft: str, prompts: str, output: Path, *arguments: str
 ) -> AbstractContextManager[subprocess.Popen[str]]:

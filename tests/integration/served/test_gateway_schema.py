@@ -32,7 +32,7 @@ def test_generated_requests(tmp_path: Path) -> None:
         with gateways.serve(GatewaySettings(api_keys=(SecretStr("key"),))) as served:
             command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
             command += [f"{served.url}/openapi.json", "--header", "Authorization: Bearer key", "--no-color"]
-            command += ["--phases", "coverage,fuzzing", "--max-examples", "8", "--seed", "1", "--max-failures", "5"]
+            command += ["--phases", "coverage,fuzzing", "--max-examples", "3", "--seed", "1", "--max-failures", "5"]
             command += ["--exclude-checks", NOT_CHECKED, "--generation-database", "none", "--request-timeout", "60"]
             command += ["--suppress-health-check", "all"]
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500)

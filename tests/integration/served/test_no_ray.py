@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
 
-import grpc
 import psutil
 import pytest
 import yaml
 
-from bench.chaos.streams import Case, cases
+from bench.chaos.streams import cases
 from spool_client import Client, GenerateRequest
-from spool_client.v1 import generation_pb2_grpc
 from tests.support.command_line import SPOOL, spool, started
 from tests.support.ports import free_ports
 from tests.support.serving import ENGINE, PACED, PlainDecoder, stream_all
@@ -102,21 +100,6 @@ def test_it_answers_as_the_engine_alone(served: NoRay, plain: PlainDecoder) -> N
     with Client(served.address) as client:
         answer = client.generate(GenerateRequest(text=asked[0].prompt, max_tokens=16, temperature=0))
     assert [choice.text for choice in answer.choices] == plain(asked[:1])
-
-
-def test_answers_beyond_grpcs_own_limit(served: NoRay, plain: PlainDecoder) -> None:
-    case = Case("many words " * 44, 0, 0.0, 1)
-    request = GenerateRequest(text=case.prompt, max_tokens=1, temperature=0, n=32, prompt_logprobs=20)
-    with grpc.insecure_channel(served.address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.RpcError, match="the client takes 4194304 in one message: use GenerateStream"):
-            stub.Generate(request, timeout=LONG)
-        streamed = [part.choice for part in stub.GenerateStream(request, timeout=LONG)]
-    with Client(served.address) as client:
-        whole = client.generate(request)
-    assert whole.ByteSize() > 4 * 1024 * 1024
-    assert [choice.text for choice in whole.choices] == plain([case]) * 32
-    assert "".join(choice.text for choice in streamed) == plain([case])[0] * 32
 
 
 @pytest.mark.parametrize("name", ["target-0", "scheduler"])
