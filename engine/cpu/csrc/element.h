@@ -22,9 +22,7 @@ INLINE void store_bf16(bf16 *to, f32v value) {
 
 // Codes of 8 bits.
 INLINE f32v load_codes(const char *from) {
-    s8v codes;
-    memcpy(&codes, from, sizeof codes);
-    return __builtin_convertvector(__builtin_convertvector(codes, i32v), f32v);
+    return __builtin_convertvector(load_s8((const int8_t *)from), f32v);
 }
 
 // PAIRED: products are taken of pairs of elements, as they lie in memory. Otherwise elements are widened to float32

@@ -19,6 +19,10 @@ INLINE u32v load_u16(const uint16_t *from) {
     return (u32v)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 }
 
+INLINE i32v load_s8(const int8_t *from) {
+    return (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+}
+
 INLINE f32v load_f16(const uint16_t *from) { return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
 INLINE void store_f16(uint16_t *to, f32v x) {

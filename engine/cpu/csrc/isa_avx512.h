@@ -20,6 +20,10 @@ INLINE u32v load_u16(const uint16_t *from) {
     return (u32v)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }
 
+INLINE i32v load_s8(const int8_t *from) {
+    return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
 INLINE f32v load_f16(const uint16_t *from) {
     return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }

@@ -17,6 +17,12 @@ INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
 
 INLINE u32v load_u16(const uint16_t *from) { return (u32v)vmovl_u16(vld1_u16(from)); }
 
+INLINE i32v load_s8(const int8_t *from) {
+    uint32_t codes;
+    memcpy(&codes, from, sizeof codes);
+    return (i32v)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(codes))));
+}
+
 INLINE f32v load_f16(const uint16_t *from) { return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 
 INLINE void store_f16(uint16_t *to, f32v x) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x))); }

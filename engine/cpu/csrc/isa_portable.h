@@ -17,6 +17,12 @@ INLINE u32v load_u16(const uint16_t *from) {
     return __builtin_convertvector(x, u32v);
 }
 
+INLINE i32v load_s8(const int8_t *from) {
+    i32v x;
+    for (int lane = 0; lane < LANES; lane++) x[lane] = from[lane];
+    return x;
+}
+
 INLINE float f16_to_float(uint16_t x) {
     // Shifted to float32's place, exponents are 112 too small; the product mends normal and subnormal numbers alike.
     uint32_t bits = (uint32_t)(x & 0x7fff) << 13, sign = (uint32_t)(x & 0x8000) << 16;

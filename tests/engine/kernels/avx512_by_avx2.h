@@ -27,6 +27,17 @@ static inline __m512i cvtepu16_epi32(__m256i a) {
     return all;
 }
 
+#define _mm512_cvtepi8_epi32 cvtepi8_epi32
+static inline __m512i cvtepi8_epi32(__m128i a) {
+    signed char from[16];
+    int to[16];
+    __m512i all;
+    memcpy(from, &a, sizeof from);
+    for (int i = 0; i < 16; i++) to[i] = from[i];
+    memcpy(&all, to, sizeof all);
+    return all;
+}
+
 #define _mm512_cvtph_ps cvtph_ps
 static inline __m512 cvtph_ps(__m256i a) {
     __m256 halves[2] = {
