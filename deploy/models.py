@@ -23,7 +23,7 @@ from services.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ReadyModels:
-    """Folders of the models; `draft_folder` is None for prompt lookup and without a draft.
+    """Folders of the models; `draft_folder` is None for prompt lookup, a drafting head, and without a draft.
 
     A sequence has at most `max_positions` tokens.
     """
@@ -44,8 +44,10 @@ def prepare_models(
     """
     target_folder = fetch(settings.target, Role.TARGET, reporter)
     draft_folder = None
-    if drafting and settings.drafts_with_model:
+    if drafting and (settings.drafts_with_model or settings.drafts_with_head):
         draft_folder = fetch(settings.draft_name, Role.DRAFT, reporter)
+        if settings.drafts_with_head:
+            draft_folder = None
     try:
         tokenizer = ModelTokenizer(target_folder)
         if draft_folder is not None and draft_folder != target_folder:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 
 from deploy.config.section import described
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from engine.models.drafting_head import is_drafting_head
 from engine.settings import LONGEST_LOOKUP_MATCH, MOST_RANKS, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -41,6 +42,12 @@ class Quantization(Enum):
     INT4 = "int4"
 
 
+class DraftKind(Enum):
+    AUTO = "auto"
+    MODEL = "model"
+    HEAD = "head"
+
+
 class Reference(Enum):
     GENERATE = "generate"
 
@@ -65,6 +72,9 @@ class ModelSettings(_Frozen):
         "Draft model: `demo`, a folder, a GGUF file, a hub id, `ngram` (prompt lookup) or `none`. Unset: demo for the "
         "demo target, else ngram.",
     )
+    draft_kind: DraftKind = described(
+        DraftKind.AUTO, "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
+    )
     draft_lookup: int | None = described(
         None,
         "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier in "
@@ -86,6 +96,8 @@ class ModelSettings(_Frozen):
 
     @model_validator(mode="after")
     def _check_lookup(self) -> Self:
+        if self.draft_kind is DraftKind.HEAD and self.draft_name in (DEMO, NGRAM, NO_DRAFT):
+            raise ValueError(f"draft_kind is head, must be auto where draft is {self.draft_name}")
         if self.draft_lookup and not self.drafts_with_model:
             raise ValueError(f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}")
         return self
@@ -102,8 +114,28 @@ class ModelSettings(_Frozen):
         return self.draft_lookup or None
 
     @property
+    def drafts_with_head(self) -> bool:
+        """Whether the draft is a drafting head, so that the targets propose, and there are no draft workers."""
+        if self.draft_kind is not DraftKind.AUTO:
+            return self.draft_kind is DraftKind.HEAD
+        return self.draft_name not in (DEMO, NGRAM, NO_DRAFT) and is_drafting_head(self.draft_name)
+
+    @property
     def drafts_with_model(self) -> bool:
-        return self.draft_name not in (NGRAM, NO_DRAFT)
+        return self.draft_name not in (NGRAM, NO_DRAFT) and not self.drafts_with_head
+
+    def head_conflict(self, draft_replicas: str | None, ranks: int) -> str | None:
+        """Why the workers cannot be as asked for, since the draft is a head; `draft_replicas`: what asks for some."""
+        if not self.drafts_with_head:
+            return None
+        if draft_replicas is not None:
+            return (
+                f"{draft_replicas}, must be unset: the draft {self.draft_name} is a drafting head, which runs in the "
+                "target's workers and cannot be a draft worker"
+            )
+        if ranks > 1:
+            return f"tensor_parallel_size is {ranks}, must be 1: the head {self.draft_name} runs beside a whole target"
+        return None
 
 
 class WorkerSettings(_Frozen):
@@ -273,6 +305,7 @@ class RunSettings(_Frozen):
             threads=self.threads_per_worker(),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
+            draft_head=models.draft_name if role is Role.TARGET and models.drafts_with_head else None,
             tensor_parallel_size=self.engine.ranks(role),
             prefix_cache=self.engine.prefix_cache and self.shares_prefixes,
         )

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """Fields as in protos/worker.proto, WorkerDescription; the last two are for reports and stay in the process.
+    """Fields as in protos/worker.proto, WorkerDescription; `attention` and `graphed_row_counts` are for reports and
+    stay in the process.
 
     `fingerprint`: what must be alike on two targets for equal bits, in parts (engine/exactness/fingerprint.py).
 
@@ -35,3 +36,4 @@ class EngineDescription:
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()
+    head_id: str = ""

@@ -35,6 +35,7 @@ class EngineSettings:
     followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
     the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs. So many
     ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
+    `draft_head` names a drafting head that a target has beside its model (engine/models/drafting_head.py).
     """
 
     model: str
@@ -56,6 +57,7 @@ class EngineSettings:
     gpu_peers: tuple[ModelMemory, ...] = ()
     tensor_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
+    draft_head: str | None = None
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> Self:
@@ -101,5 +103,10 @@ class EngineSettings:
             raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}, must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len is {self.max_model_len}, must be at least 1")
+        if self.draft_head is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, must be 1 with the drafting head "
+                f"{self.draft_head}: a head runs beside a whole target"
+            )
         if self.lookup_match is not None and not 1 <= self.lookup_match <= LONGEST_LOOKUP_MATCH:
             raise ValueError(f"lookup_match is {self.lookup_match}, must be between 1 and {LONGEST_LOOKUP_MATCH}")

@@ -34,7 +34,7 @@ class VerifyRow:
     `history` is prompt plus committed output up to and including `tokens`; only penalties and grammars read it. With
     `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
     `grammar_state` is that of the sequence in steps before; it follows `history` by itself. The tokens that `scoring`
-    names follow some of `tokens`.
+    names follow some of `tokens`. With a drafting head, up to `draft_length` tokens are proposed after the sampled one.
     """
 
     table: PageTable
@@ -48,6 +48,7 @@ class VerifyRow:
     top_logprobs: int | None = None
     grammar_state: GrammarState = field(default_factory=GrammarState)
     scoring: PromptScoring | None = None
+    draft_length: int = 0
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class RowOutcome:
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
     table covers all of it but its last token. `confidences` say how sure the draft is of each of them, from 0 to 1;
     empty where it cannot say. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the likeliest result's
-    first; the table covers `assumed`.
+    first; the table covers `assumed`. Of a `VerifyRow`, it holds what a head proposes after `tokens`.
     """
 
     tokens: list[int]

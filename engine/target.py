@@ -10,6 +10,7 @@ from math import isnan
 import torch
 
 from engine.description import EngineDescription
+from engine.drafting.head_drafting import HeadDrafting
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
@@ -36,14 +37,17 @@ class TargetEngine:
         kv_store: KvStore,
         scan: LogitsScan,
         grammars: Grammars | None = None,
+        drafting: HeadDrafting | None = None,
     ) -> None:
-        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then."""
+        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `drafting`: of a head that
+        the worker has beside the model."""
         self.description = description
         self.pool = pool
         self.kv_store = kv_store
         self._runner = runner
         self._scan = scan
         self._grammars = grammars
+        self._drafting = drafting
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
         """One step, in as many passes as `max_num_batched_tokens` asks for; `computing` is called for each.
@@ -71,6 +75,9 @@ class TargetEngine:
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
+                if self._drafting is not None:
+                    ended = [outcomes[index] for index in batch]
+                    timings.add_pass(self._drafting.follow([rows[index] for index in batch], ended), 0.0)
         return StepOutcome(outcomes, timings)
 
     def _begin_masks(self, rows: Sequence[VerifyRow]) -> Future[TokenMasks] | None:

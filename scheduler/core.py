@@ -196,7 +196,7 @@ class SchedulerCore:
                     choice.length,
                     choice.gain,
                     choice.rate,
-                    tuple(self._fleet.drafts[draft_id].figures.acceptance.chances),
+                    self._controller.acceptance_of(draft_id),
                 )
                 for target in targets
                 for draft_id, choice in target.figures.choices.items()

@@ -60,7 +60,8 @@ class FinishReason(Enum):
 class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
-    Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own.
+    Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own. So do
+    targets with the same `head_id`; "" means that the target has no head and does not propose.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -72,6 +73,7 @@ class WorkerSpec:
     max_sequence_length: int
     max_num_batched_tokens: int
     model_id: str = ""
+    head_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"):
@@ -142,7 +144,8 @@ class SequenceRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a draft proposes if a target accepts the first `accepted` tokens of a proposal and then chooses `token`."""
+    """What is proposed if a target accepts the first `accepted` tokens of a proposal and then chooses `token`: by a
+    draft that does not know yet whether it will, or by the target's head, which does."""
 
     accepted: int
     token: int

@@ -139,6 +139,12 @@ class SpoolConfig(Section):
             )
         if gateway.receipts and not self.models.exact:
             yield "gateway.receipts is true, must be false where models.exact is false"
+        draft = self.groups.draft
+        asks = [name for name in ("replicas", "autoscaling") if getattr(draft, name) != getattr(WorkerGroup(), name)]
+        replicas = f"groups.draft.{asks[0]} is set" if asks else None
+        conflict = self.models.head_conflict(replicas, self.engine.tensor_parallel_size)
+        if conflict is not None:
+            yield conflict if asks else f"engine.{conflict}"
         for role in self.roles:
             limit = self._gpu_limit(role, self.group(role))
             if limit is not None:
@@ -200,7 +206,8 @@ class SpoolConfig(Section):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The groups that there are."""
-        return (Role.TARGET, Role.DRAFT) if self.models.drafts else (Role.TARGET,)
+        models = self.models
+        return (Role.TARGET, Role.DRAFT) if models.drafts and not models.drafts_with_head else (Role.TARGET,)
 
     @property
     def served_name(self) -> str:
@@ -257,6 +264,7 @@ class SpoolConfig(Section):
             kv_memory_bytes=None if memory is None else int(memory),
             exact=self.models.exact,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
+            draft_head=self.models.draft_name if role is Role.TARGET and self.models.drafts_with_head else None,
             tensor_parallel_size=self.engine.ranks(role),
         )
 

@@ -119,6 +119,10 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
             engine = replace(engine, kv_pages=pages)
         return engine
 
-    drafts = settings.workers.draft_replicas if settings.drafting else 0
+    models, replicas = settings.models, settings.workers.draft_replicas
+    asked = f"draft_replicas is {replicas}" if replicas > 1 else None
+    if (conflict := models.head_conflict(asked, settings.engine.tensor_parallel_size)) is not None:
+        raise UsageError(conflict)
+    drafts = replicas if settings.drafting and not models.drafts_with_head else 0
     roles = [Role.TARGET] * settings.workers.target_replicas + [Role.DRAFT] * drafts
     return plan_workers(roles, settings.models.device, engine_of)

@@ -6,6 +6,10 @@ another structure, or of sizes that the kernels do not take, are left to engine/
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -111,6 +115,11 @@ class KernelDecoder(nn.Module):
         self._kernels = kernels
         self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
         self._scratch = kernels.layer_scratch(self._weights[0])
+        self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
+
+    def tap(self, layer: int, take: Callable[[torch.Tensor], None]) -> None:
+        """`take` gets what goes into the layer in each pass, `[rows, hidden]`, which changes after the call."""
+        self._taps[layer] = take
 
     def normed(self, tokens: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> torch.Tensor:
         """What the head multiplies, `[rows, hidden]`, of tokens at their positions (int64 `[rows]`). Raises TypeError
@@ -127,7 +136,23 @@ class KernelDecoder(nn.Module):
         rotation = self._rotations.of(positions, plan.longest)
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
         layer_pass = plan.layer_pass(paged_step, rotation, scratch)
-        self._kernels.layers(hidden_states, paged_step.kv.addresses, self._weights, layer_pass)
+        pools, count = paged_step.kv.addresses, len(self._weights)
+        if not self._taps:
+            self._kernels.layers(hidden_states, pools, self._weights, layer_pass)
+            return
+        ends = [*sorted(self._taps), count]
+        for first, end in zip([0, *ends], ends, strict=False):
+            if end > first:
+                of_part = _part(pools, first, end), _part(self._weights, first, end)
+                self._kernels.layers(hidden_states, *of_part, layer_pass)
+            if end < count:
+                self._taps[end](hidden_states)
+
+
+def _part(array: ctypes.Array[Any], first: int, end: int) -> ctypes.Array[Any]:
+    """The entries from `first` to `end`, not copied."""
+    kind = array._type_
+    return (kind * (end - first)).from_buffer(array, first * ctypes.sizeof(kind))
 
 
 def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:

@@ -52,6 +52,13 @@ class CudaDecoderLayer(LlamaLayer):
         gate_up = self._product(self._gate_up, add_norm(residual, attended, *self._mlp_norm, overlap))
         return self._product(self._down, silu_mul(gate_up, residual.dtype, overlap))
 
+    def entering(self, residual: torch.Tensor, added: Parts | None, *rest: object) -> torch.Tensor:
+        """What goes into the layer, `[rows, hidden]`."""
+        if added is None:
+            return residual
+        sums = added.sums.sum(0)
+        return (residual + (sums if added.bias is None else sums + added.bias)).to(residual.dtype)
+
     def _product(self, linear: nn.Module, rows: torch.Tensor) -> Parts:
         if isinstance(linear, TritonLinear):
             return linear.partial(rows, self._overlap)

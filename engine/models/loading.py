@@ -21,6 +21,8 @@ from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 from engine.cpu.logits_scan import KernelScan
 from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from engine.description import EngineDescription
+from engine.drafting.eagle_head import EagleHead
+from engine.drafting.head_drafting import HeadDrafting, HeadlessPages
 from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
@@ -31,6 +33,7 @@ from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
 from engine.models.compatibility import PROBED_PAGES, check_config, check_passes, fix_frequencies, has_moving_rope
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
+from engine.models.drafting_head import head_architecture
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.families import FAMILIES
 from engine.models.fetching import fetch_model
@@ -43,6 +46,7 @@ from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import Ranks, device_of, join_ranks
 from engine.parallel.shards import check_divides, read_part
+from engine.passes.features import Features
 from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
@@ -89,13 +93,19 @@ def load_target_engine(
         parts = beside.submit(folder_parts, folder)
         lead = None if other_ranks is None else _gather_ranks(settings, progress, other_ranks)
         loaded = _load_model(settings, Role.TARGET, progress, None if lead is None else lead.ranks)
-        return _target_engine(replace(loaded, lead=lead), settings, progress, parts.result)
+        head = None if settings.draft_head is None else _load_head(settings.draft_head, loaded, progress)
+        return _target_engine(replace(loaded, lead=lead), settings, progress, parts.result, head)
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
     """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
-    loaded = _load_model(settings, Role.DRAFT, progress)
     folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
+    if (architecture := head_architecture(folder)) is not None:
+        raise UnsupportedModelError(
+            f"{settings.model} is a drafting head ({architecture}): it proposes from what its target computes, and "
+            "runs in the target's worker, not in a draft worker (models.draft_kind: head)"
+        )
+    loaded = _load_model(settings, Role.DRAFT, progress)
     token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
     return _draft_engine(loaded, settings, progress, token_ids)
 
@@ -116,8 +126,18 @@ def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: 
     return _draft_engine(_in_memory(model, settings, progress), settings, progress)
 
 
+def _load_head(name: str, loaded: LoadedModel, progress: Progress) -> EagleHead:
+    folder = fetch_model(resolve_model(name, Role.DRAFT), progress)
+    progress(f"loading {name}", None)
+    return EagleHead(folder, loaded.model, loaded.vocabulary.size, loaded.kernels)
+
+
 def _target_engine(
-    loaded: LoadedModel, settings: EngineSettings, progress: Progress, source: Callable[[], dict[str, str]]
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    progress: Progress,
+    source: Callable[[], dict[str, str]],
+    head: EagleHead | None = None,
 ) -> TargetEngine:
     """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
     _check_passes(loaded, settings)
@@ -125,7 +145,8 @@ def _target_engine(
     compute_digest = _compute_digest(loaded, settings)
     loaded.replace_layers(settings.page_size)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
-    description, runner, pool = _assemble(loaded, settings, shapes)
+    description, runner, pool = _assemble(loaded, settings, shapes, head)
+    features = None if head is None else Features(loaded.model, head.layers, description.max_num_batched_tokens)
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
     description = capture_graphs(description, runner, pool, progress)
@@ -133,7 +154,11 @@ def _target_engine(
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)
-    return TargetEngine(description, runner, pool, kv_store, logits_scan(loaded), loaded.grammars)
+    drafting = None
+    if head is not None and features is not None:
+        drafting = HeadDrafting(head, pool, features, logits_scan(loaded, head.token_ids))
+        kv_store = HeadlessPages(kv_store, drafting)
+    return TargetEngine(description, runner, pool, kv_store, logits_scan(loaded), loaded.grammars, drafting)
 
 
 def _draft_engine(
@@ -447,11 +472,13 @@ def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progr
 
 
 def _assemble(
-    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None
+    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: EagleHead | None = None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
     bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype, loaded.quantized_kv)
-    pages = settings.kv_pages or max(1, _kv_bytes(settings, loaded) // (bytes_per_token * settings.page_size))
+    page_bytes = bytes_per_token * settings.page_size
+    page_bytes += 0 if head is None else head.bytes_per_page(settings.page_size)
+    pages = settings.kv_pages or max(1, _kv_bytes(settings, loaded, 0 if head is None else head.nbytes) // page_bytes)
     pool = PagePool(pages, settings.page_size)
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
@@ -473,6 +500,7 @@ def _assemble(
         threads=torch.get_num_threads(),
         kv_bytes_per_token=bytes_per_token * settings.tensor_parallel_size,
         attention=attention_name(runner.backend),
+        head_id="" if head is None else head.name,
     )
     return description, runner, pool
 
@@ -571,7 +599,8 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
     return plan_memory(total, settings.gpu_memory_utilization, (*[own] * here, *settings.gpu_peers))[0]
 
 
-def _kv_bytes(settings: EngineSettings, loaded: LoadedModel) -> int:
+def _kv_bytes(settings: EngineSettings, loaded: LoadedModel, head_bytes: int) -> int:
+    """Of what was planned for KV, the weights of a head get theirs."""
     if settings.kv_memory_bytes is not None:
         return settings.kv_memory_bytes
     planned, device = loaded.planned_kv_bytes, loaded.model.device
@@ -579,6 +608,7 @@ def _kv_bytes(settings: EngineSettings, loaded: LoadedModel) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(int(free * _CPU_KV_SHARE), _CPU_KV_BYTES)
     torch.cuda.empty_cache()
+    planned -= head_bytes
     free = torch.cuda.mem_get_info(device)[0]
     logger.info("%s: %d MiB are free beside the weights, KV gets %d", device, free >> 20, planned >> 20)
     if planned > free:

@@ -134,8 +134,10 @@ class TargetPlanner:
             short = length + drafted > entry.pages * target.page_size
             if short and not self._make_room(target, sequence, entry, length + drafted):
                 continue
-            row = target.make_row(sequence, entry, entry.valid, length, sequence.draft_tokens[:drafted], 0, True)
+            ahead = self._lifecycle.to_propose(sequence) if target.has_head else 0
+            row = target.make_row(sequence, entry, entry.valid, length, sequence.draft_tokens[:drafted], ahead, True)
             rows.append(row)
+            work.propose(ahead)
             work.decoded += 1 + drafted
             work.kv += row.kv_len
             del (target.suspects if sequence.suspected else target.drafted)[sequence_id]
@@ -177,7 +179,10 @@ class TargetPlanner:
             if target.reserve(entry, end) or (before is None and self._make_room(target, sequence, entry, end)):
                 budget -= end - start
                 work.fed += end - start
-                row = target.make_row(sequence, entry, start, end, sample=end == sequence.length)
+                samples = end == sequence.length
+                ahead = self._lifecycle.to_propose(sequence) if samples and target.has_head else 0
+                row = target.make_row(sequence, entry, start, end, (), ahead, samples)
+                work.propose(ahead)
                 work.kv += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
                 rows.append(row)

@@ -14,7 +14,7 @@ from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
 from scheduler.speculation.goodput import Cycle, Preparation, TargetFigures, choose
 from scheduler.state.fleet import Fleet
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Work, Worker
+from scheduler.state.workers import Drafter, DraftWorker, Sequence, TargetWorker, Work, Worker
 from scheduler.statistics import Counters
 
 _PROBE_EVERY = 100
@@ -44,7 +44,7 @@ class Controller:
         """Seconds of a target's step, or of a draft's pass: by itself, and for each token with the KV read for it."""
         if isinstance(worker, TargetWorker):
             target = worker.figures
-            base, token, verified, kv = target.cost.coefficients
+            base, token, verified, kv, *_ = target.cost.coefficients
             return base, token + verified + kv * target.kv_share
         base, token, kv = worker.figures.cost.coefficients
         return base, token + kv * fmean([one.length for one in worker.sequences.values()] or [0])
@@ -69,7 +69,8 @@ class Controller:
     def target_step(self, target: TargetWorker, work: Work, seconds: float, elapsed: float | None) -> bool:
         """As `draft_step`; the rounds of the step are observed next. Whether the target begins or ceases to draft."""
         figures = target.figures
-        features = (1.0, work.decoded + work.fed, work.decoded, work.kv)
+        of_head = (work.head_passes, work.proposed) if target.has_head else ()
+        features = (1.0, work.decoded + work.fed, work.decoded, work.kv, *of_head)
         if work.decoded or work.fed:
             figures.cost.observe(seconds, *features)
         if elapsed is not None:
@@ -97,12 +98,14 @@ class Controller:
 
     def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
         """A round ended: `verified` tokens of the sequence's proposal were verified and `accepted` of them accepted."""
-        target, draft, requested = sequence.target, sequence.draft, sequence.requested_draft_length
+        target, requested = sequence.target, sequence.requested_draft_length
         if target is not None:
             target.figures.rounds += 1
-        if not requested or draft is None:
+        drafter = self._present_drafter(sequence)
+        model = None if drafter is None else drafter.figures.acceptance
+        if not requested or drafter is None or model is None:
             return
-        model, confidences = draft.figures.acceptance, sequence.confidences
+        confidences = sequence.confidences
         if sequence.probing:
             sequence.probing = False
             if accepted and target is not None and model.chances[0] < 0.5:
@@ -111,7 +114,7 @@ class Controller:
         cut_short = accepted == verified < len(confidences)
         taken = accepted + model.chance(confidences[verified]) if cut_short else float(accepted)
         tried = accepted + 1 if accepted < requested else requested
-        model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
+        model.observe(taken, tried, confidences[:verified], accepted, len(drafter.sequences))
 
     def looked_for(self, draft: DraftWorker, found: bool) -> None:
         """The draft was asked to prepare for a verification that is over now; was its outcome among the prepared?"""
@@ -145,7 +148,7 @@ class Controller:
     def for_round(self, sequence: Sequence, longest: int) -> int:
         """Tokens to draft in the round that begins, 0 to `longest`; for AUTO alone."""
         target = sequence.target
-        if target is None or not self._fleet.drafts:
+        if target is None or self._drafter(sequence) is None:
             return 0
         figures = target.figures
         if figures.plain_step:
@@ -157,8 +160,10 @@ class Controller:
         return min(length, longest)
 
     def stays_plain(self, sequence: Sequence) -> bool:
-        """Whether `for_round`, with a draft worker, will say 0 after the round under way, whatever comes of that."""
+        """Whether `for_round` will say 0 after the round under way, whatever comes of that."""
         target = sequence.target
+        if self._drafter(sequence) is None:
+            return True
         if target is None or not self._auto or sequence.request.draft_length is not None:
             return False
         figures = target.figures
@@ -171,15 +176,15 @@ class Controller:
         choice = target.figures.choices.get(draft.worker_id)
         return choice is not None and choice.prepares
 
-    def preparation(self, draft: DraftWorker, targets: set[TargetWorker], sequences: int) -> Preparation | None:
+    def preparation(self, draft: Drafter, targets: set[TargetWorker], sequences: int) -> Preparation | None:
         """What the draft can prepare for so many sequences while these targets verify them.
 
         A step that prepares takes a pass over the tokens that are verified, and one for each token of the proposals.
         All outcomes together may cost as much as these passes alone.
         """
-        known = draft.figures
-        if not self._config.draft_ahead or not known.cost.known:
+        if not self._config.draft_ahead or isinstance(draft, TargetWorker) or not draft.figures.cost.known:
             return None
+        known = draft.figures
         of_pass, of_token, of_kv = known.cost.coefficients
         of_outcome = sequences * (of_token + of_kv * fmean([one.length for one in draft.sequences.values()] or [0]))
         outcomes = min(self._config.draft_ahead, int(of_pass / max(of_outcome, _SHORTEST_SECONDS)))
@@ -190,13 +195,14 @@ class Controller:
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
-        model = ModelAcceptance(0) if sequence.draft is None else sequence.draft.figures.acceptance
-        return model.survival(confidences, count)
+        drafter = self._present_drafter(sequence)
+        model = None if drafter is None else drafter.figures.acceptance
+        return (model or ModelAcceptance(0)).survival(confidences, count)
 
     def worth_verifying(self, sequence: Sequence, confidences: bytes) -> int:
         """How many leading tokens of a proposal with these confidences are worth verifying."""
-        target, draft = sequence.target, sequence.draft
-        choice = None if target is None or draft is None else target.figures.choices.get(draft.worker_id)
+        target, drafter = sequence.target, self._present_drafter(sequence)
+        choice = None if target is None or drafter is None else target.figures.choices.get(drafter.worker_id)
         whole = sequence.request.draft_length is not None or sequence.length % _WHOLE_EVERY == 0
         if choice is None or whole or sequence.probing:
             return len(confidences)
@@ -206,53 +212,73 @@ class Controller:
         return len(confidences)
 
     def _length(self, figures: TargetFigures, sequence: Sequence) -> int:
-        """The length that pays. With a draft worker that no sequence has tried, 1."""
-        choice = figures.choices.get(self._draft_of(sequence).worker_id)
+        """The length that pays. With a drafter that no sequence has tried, 1."""
+        drafter = self._drafter(sequence)
+        choice = None if drafter is None else figures.choices.get(drafter.worker_id)
         return 1 if choice is None else choice.length
 
-    def _draft_of(self, sequence: Sequence) -> DraftWorker:
-        """The draft worker that has the sequence, or would get it."""
-        return sequence.draft or min(self._fleet.drafts.values(), key=lambda draft: len(draft.sequences))
+    @staticmethod
+    def _present_drafter(sequence: Sequence) -> Drafter | None:
+        """The sequence's target, if that has a head; else the draft worker that has the sequence."""
+        target = sequence.target
+        return target if target is not None and target.has_head else sequence.draft
+
+    def _drafter(self, sequence: Sequence) -> Drafter | None:
+        """As `_present_drafter`, or the draft worker that would get the sequence."""
+        present, drafts = self._present_drafter(sequence), self._fleet.drafts.values()
+        return present or min(drafts, key=lambda draft: len(draft.sequences), default=None)
+
+    def acceptance_of(self, worker_id: str) -> tuple[float, ...]:
+        """By place, of what a draft worker or a target with a head proposes."""
+        worker = self._fleet.find(worker_id)
+        model = None if worker is None else worker.figures.acceptance
+        return () if model is None else tuple(model.chances)
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         """Goes by as many of the sequences as one draft step takes: more would not change much."""
-        members: dict[str, list[Sequence]] = {}
+        members: dict[Drafter, list[Sequence]] = {}
         for sequence in islice(target.sequences.values(), self._config.proposals_per_step):
-            if not self._fleet.drafts:
+            drafter = self._drafter(sequence)
+            if drafter is None:
                 break
-            draft = self._draft_of(sequence)
-            if draft.figures.cost.known:
-                members.setdefault(draft.worker_id, []).append(sequence)
-        for worker_id, sequences in members.items():
-            draft = self._fleet.drafts[worker_id]
-            cycle = self._cycle(figures, draft, fmean(one.length for one in sequences))
-            figures.choices[worker_id] = choose(
+            if drafter.figures.cost.known:
+                members.setdefault(drafter, []).append(sequence)
+        for drafter, sequences in members.items():
+            cycle = self._cycle(figures, drafter, fmean(one.length for one in sequences))
+            figures.choices[drafter.worker_id] = choose(
                 cycle,
-                draft.figures.acceptance.chances,
+                list(self.acceptance_of(drafter.worker_id)),
                 fmean(_follows_choice(one) for one in sequences),
-                figures.choices.get(worker_id),
-                self.preparation(draft, {target}, cycle.count) if cycle.serial else None,
+                figures.choices.get(drafter.worker_id),
+                self.preparation(drafter, {target}, cycle.count) if cycle.serial else None,
             )
         figures.drafting = any(choice.length for choice in figures.choices.values())
 
-    def _cycle(self, figures: TargetFigures, draft: DraftWorker, length: float) -> Cycle:
+    def _cycle(self, figures: TargetFigures, drafter: Drafter, length: float) -> Cycle:
         """As if all sequences of the target had this length and were drafted for by this worker."""
-        base, token, verified, kv = figures.cost.coefficients
-        known = draft.figures
-        of_pass, of_token, of_kv = known.cost.coefficients
-        count = figures.decided_for
+        base, token, verified, kv, *of_head = figures.cost.coefficients
+        count, wire, draft_wire = figures.decided_for, figures.wire.seconds, 0.0
+        parts = max(1.0, count / self._config.batch_size)
+        if isinstance(drafter, DraftWorker):
+            of_pass, of_token, of_kv = drafter.figures.cost.coefficients
+            of_token += of_kv * length
+            draft_wire = drafter.figures.wire.seconds
+        else:
+            # A head's passes are in each of the steps, two of which can be under way.
+            of_pass, of_token = of_head
+            wire = wire if parts == 1 else 0.0
         return Cycle(
             count=count,
-            load=max(count, len(draft.sequences)),
-            parts=max(1.0, count / self._config.batch_size),
+            load=max(count, len(drafter.sequences)),
+            parts=parts,
             base=max(base, _SHORTEST_SECONDS),
             row=token + verified,
             kv=kv * length,
-            wire=figures.wire.seconds,
+            wire=wire,
             of_pass=of_pass,
-            of_token=of_token + of_kv * length,
-            draft_wire=known.wire.seconds,
-            shared=self._config.shared_device,
+            of_token=of_token,
+            draft_wire=draft_wire,
+            shared=self._config.shared_device or bool(of_head),
         )
 
 

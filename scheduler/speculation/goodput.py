@@ -37,10 +37,15 @@ class TargetFigures:
     makes others wait; it read `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and
     `drafting` tells whether any of them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that
     decodes plainly draft one token.
+
+    A target with a head also has the head's `acceptance`, and costs by its passes and by the tokens that it proposes;
+    it is its own draft worker in `choices`.
     """
 
-    def __init__(self, initial_step_seconds: float) -> None:
-        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3), initial_step_seconds)
+    def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
+        self.acceptance = acceptance
+        of_head = () if acceptance is None else (TOKEN_SHARE, TOKEN_SHARE**2)
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, *of_head), initial_step_seconds)
         self.wire = MeanSeconds()
         self.features: tuple[float, ...] = (1.0,)
         self.kv_share = 0.0
@@ -84,7 +89,7 @@ class Cycle:
     The target verifies its `count` sequences in `parts` steps, each of which takes `base`; a sequence takes `kv` and a
     token to verify `row`. The draft takes `of_pass` for each pass, and `of_token` for each token that it proposes, for
     each of `load` sequences, which may be those of several targets. `wire` and `draft_wire` are the delays of answers.
-    `shared`: both compute on one device.
+    `shared`: both compute on one device, or are one worker.
     """
 
     count: int

@@ -41,12 +41,15 @@ class Fleet:
 
     def add(self, spec: WorkerSpec) -> None:
         if spec.role is Role.TARGET:
-            self.targets[spec.worker_id] = TargetWorker(spec, self._config)
+            acceptance = self._acceptance(spec.head_id) if spec.head_id else None
+            self.targets[spec.worker_id] = TargetWorker(spec, self._config, acceptance)
         else:
-            model_id = spec.model_id or spec.worker_id
-            acceptance = self.models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
+            acceptance = self._acceptance(spec.model_id or spec.worker_id)
             self.drafts[spec.worker_id] = DraftWorker(spec, self._config, acceptance)
         self._note_workers()
+
+    def _acceptance(self, model_id: str) -> ModelAcceptance:
+        return self.models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
 
     def remove(self, worker_id: str) -> Worker | None:
         worker: Worker | None = self.targets.pop(worker_id, None) or self.drafts.pop(worker_id, None)

@@ -201,12 +201,19 @@ class KvEntry:
 @dataclass(slots=True)
 class Work:
     """What a step does: its passes, the tokens that it verifies or proposes, the other tokens that it feeds (prefill,
-    or to catch up), and the tokens of KV that its passes read."""
+    or to catch up), and the tokens of KV that its passes read; of a target's head, passes and tokens proposed."""
 
     passes: int = 1
     decoded: int = 0
     fed: int = 0
     kv: int = 0
+    head_passes: int = 0
+    proposed: int = 0
+
+    def propose(self, tokens: int) -> None:
+        """A target's head proposes so many more."""
+        self.proposed += tokens
+        self.head_passes = max(self.head_passes, tokens)
 
     def leave_out(self, tokens: int) -> None:
         """So many tokens to feed needed no work."""
@@ -420,9 +427,12 @@ class DraftWorker(WorkerState):
 class TargetWorker(WorkerState):
     """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
 
-    def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance | None = None) -> None:
+        """`acceptance`: of the target's head, if it has one."""
         super().__init__(spec, config)
-        self.figures = TargetFigures(config.initial_step_seconds)
+        self.figures = TargetFigures(config.initial_step_seconds, acceptance)
+        self.has_head = acceptance is not None
+        """Whether the target proposes itself: its sequences need no draft worker."""
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
         self.prefilling: dict[int, Sequence] = {}
@@ -488,7 +498,7 @@ class TargetWorker(WorkerState):
         return [
             sequence
             for row in (last.rows if last is not None else ())
-            if row.sample and not (row.draft_tokens or row.abandoned)
+            if row.sample and not (row.draft_tokens or row.draft_length or row.abandoned)
             for sequence in (self.sequences[row.sequence_id],)
             if row.end == sequence.length and not sequence.suspected
         ]
@@ -509,6 +519,8 @@ class TargetWorker(WorkerState):
 
 
 Worker: TypeAlias = DraftWorker | TargetWorker
+Drafter: TypeAlias = DraftWorker | TargetWorker
+"""Who proposes for a sequence: a draft worker, or a target with a head."""
 
 
 def change_state(sequence: Sequence, state: SequenceState) -> None:

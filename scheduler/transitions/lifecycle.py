@@ -63,12 +63,15 @@ class Lifecycle:
 
     def begin_round(self, sequence: Sequence, now: float, prepared: Outcome | None = None) -> None:
         """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
-        wanted, or the draft has `prepared` one.
+        wanted, or the draft or the target's head has `prepared` one.
 
         A sequence whose target drains moves to another target first, if one has room.
         """
         target, draft = sequence.target, sequence.draft
         if target is not None and target.draining and self.leave_target(sequence):
+            return
+        if target is not None and target.has_head:
+            self._take_own_proposal(sequence, now, prepared)
             return
         if draft is not None and sequence.length >= draft.spec.max_sequence_length:
             self.leave_draft(sequence)
@@ -105,6 +108,23 @@ class Lifecycle:
         else:
             change_state(sequence, READY)
 
+    def _take_own_proposal(self, sequence: Sequence, now: float, prepared: Outcome | None) -> None:
+        """Of a target with a head, which came with the answer; None where there is none, as after a move."""
+        self.leave_draft(sequence)
+        sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
+        proposal, confidences = ((), b"") if prepared is None else (prepared.draft_tokens, prepared.confidences)
+        tokens = proposal[: self.longest_draft(sequence)]
+        self.become_drafted(sequence, tokens, len(tokens), now, confidences[: len(tokens)])
+
+    def to_propose(self, sequence: Sequence) -> int:
+        """Tokens that the head of its target is to propose with the sequence's next row, for the round after it."""
+        if sequence.request.sampling.grammar is not None:
+            return 0
+        length = min(self.longest_draft(sequence), sequence.end - sequence.length - 2)
+        if length > 0 and self._auto and sequence.request.draft_length is None:
+            length = self.controller.for_round(sequence, length)
+        return max(0, length)
+
     def go_on(self, sequence: Sequence) -> None:
         """The next round is a plain one, and its row is with the target already."""
         sequence.planned_draft_length = sequence.requested_draft_length = 0
@@ -116,9 +136,7 @@ class Lifecycle:
 
     def stay_plain(self, sequences: Iterable[Sequence]) -> bool:
         """Whether none of them drafts in its next round, as far as that is known before the present one ends."""
-        return not self.fleet.drafts or not any(
-            self.longest_draft(one) and not self.controller.stays_plain(one) for one in sequences
-        )
+        return all(self.controller.stays_plain(one) or not self.longest_draft(one) for one in sequences)
 
     def skip_draft(self, sequence: Sequence, now: float) -> None:
         """Goes on with a plain decoding round."""
@@ -193,9 +211,8 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            sequence.wants_draft_kv = self.longest_draft(sequence) > 0 and (
-                requested or self.controller.newcomer_drafts(target, sequence)
-            )
+            drafts = self.longest_draft(sequence) > 0 and not target.has_head
+            sequence.wants_draft_kv = drafts and (requested or self.controller.newcomer_drafts(target, sequence))
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)
             change_state(sequence, PREFILLING)

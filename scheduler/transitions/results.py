@@ -220,6 +220,8 @@ class Rounds:
             return
         if sequence.suspected:
             clear(sequence)
+        if row.draft_length:
+            sequence.outcomes = result.outcomes
         prepared = sequence.prepared(accepted, tokens[-1]) if sequence.outcomes else None
         if draft is not None:
             draft.kv[sequence_id].settle_proposal(accepted)

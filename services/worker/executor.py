@@ -373,6 +373,7 @@ def _verify_row(prepared: PreparedRow, row: worker_pb2.Row | None) -> VerifyRow:
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
         scoring=from_wire(PromptScoring, row.scoring) if row is not None and row.HasField("scoring") else None,
+        draft_length=0 if row is None else row.draft_length,
     )
 
 

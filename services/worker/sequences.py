@@ -398,9 +398,12 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         # After an outcome, the token that the target chose is fed as well.
         behind = len(row.draft_tokens) + row.draft_length if row.outcomes else max(row.draft_length - 1, 0)
     else:
-        for name in ("draft_length", "outcomes"):
-            if getattr(row, name):
-                raise ValueError(f"{name} is {getattr(row, name)}, must be 0 on a target worker")
+        if row.outcomes:
+            raise ValueError(f"outcomes is {row.outcomes}, must be 0 on a target worker")
+        if row.draft_length and not (engine.head_id and row.sample):
+            raise ValueError(
+                f"draft_length is {row.draft_length}, must be 0 on a target worker without a head, and without sample"
+            )
         if row.draft_tokens and not row.sample:
             raise ValueError("draft_tokens came without sample, nothing would verify them")
         behind = len(row.draft_tokens)

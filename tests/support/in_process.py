@@ -26,7 +26,7 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from scheduler.sampling import SamplingParameters
-from services.rpc.worker_codec import results_from_wire, step_to_wire
+from services.rpc.worker_codec import results_from_wire, spec_from_wire, step_to_wire
 from services.worker.executor import StepExecutor
 
 # Workers live on from run to run; every run is a new scheduler to them.
@@ -118,7 +118,4 @@ def run_in_process(
 
 
 def _spec(worker_id: str, executor: StepExecutor[Any]) -> WorkerSpec:
-    d = executor.describe()
-    return WorkerSpec(
-        worker_id, executor.role, d.page_size, d.total_pages, d.max_sequence_length, d.max_num_batched_tokens
-    )
+    return spec_from_wire(worker_id, executor.describe())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_line import Ended, save_tokenizer, spool, spool_here, started, write_lines
+from tests.support.eagle_heads import save_agreeing_pair
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 
@@ -122,6 +123,32 @@ def test_generate_does_not_mix_runs(folder: Path, plain: list[str]) -> None:
     ended = run(folder, "generate", "--output", output, "--prompts", "changed.jsonl", draft="none", spool=spool_here)
     assert (ended.code, "plain.jsonl:1 answers another prompt" in ended.err) == (2, True)
     assert output.read_text() == before
+
+
+def test_verify_finds_a_drafting_head_exact(tmp_path: Path) -> None:
+    target, head = save_agreeing_pair(tmp_path)
+    save_tokenizer(target)
+    write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
+    both = ("--policy", "exspec", "--policy", "auto")
+    ended = run(tmp_path, "verify", *both, "--json", target=target.name, draft=head.name)
+    assert ended.code == 0, ended.err
+    policies = json.loads(ended.out.splitlines()[-1])["policies"]
+    for found in (policies["exspec"], policies["auto"]):
+        assert (found["exact_match"], found["logits_bit_equal"]) == (1, 1)
+        assert found["statistics"]["accepted"] > 0
+
+
+def test_a_drafting_head_has_no_replicas_and_runs_beside_whole_targets(tmp_path: Path) -> None:
+    target, head = save_agreeing_pair(tmp_path)
+    save_tokenizer(target)
+    for option, reason in (
+        ("--draft-replicas", f"draft_replicas is 2, must be unset: the draft {head} is a drafting head"),
+        ("--tensor-parallel-size", f"tensor_parallel_size is 2, must be 1: the head {head}"),
+    ):
+        for command in ("generate", "serve"):
+            ended = spool_here(command, target, "--draft", head, option, 2, *(["--no-ray"] * (command == "serve")))
+            assert ended.code == 2
+            assert reason.removeprefix("draft_replicas is 2, " if command == "serve" else "") in ended.err
 
 
 def test_verify_finds_speculation_exact(folder: Path) -> None:

@@ -143,7 +143,7 @@ def _computed(held: _Held, row: worker_pb2.Row, own: list[int], answer: worker_p
         return problem
     behind = digests[kv_len + len(own) :]
     del digests[kv_len + 1 :]
-    fed = [*own, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
+    fed = [*own, *(tokens[:-1] if proposes(row) else tokens[: answer.accepted])]
     digests += digests_after(digests[-1], fed)
     if row.outcomes:
         digests += digests_after(digests[-1], drafted)
@@ -160,6 +160,11 @@ def _computed(held: _Held, row: worker_pb2.Row, own: list[int], answer: worker_p
     if told and answer.prefix_digest != digests[-1]:
         return f"prefix_digest is not that of the {answer.kv_len} tokens that were fed and accepted"
     return None
+
+
+def proposes(row: worker_pb2.Row) -> bool:
+    """Whether the row asks a draft for tokens, and not a target for those of its head."""
+    return row.draft_length > 0 and not row.sample
 
 
 def outcomes_of(answer: worker_pb2.RowReply) -> Iterator[tuple[int, int, list[int]]]:
@@ -180,7 +185,11 @@ def _wrong_outcomes(row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | N
         return f"{len(prepared.confidences)} confidences come with {len(prepared.draft_tokens)} tokens for outcomes"
     outcomes = list(outcomes_of(answer))
     results = [(accepted, token) for accepted, token, _ in outcomes]
-    if len(results) > row.outcomes:
+    if row.sample:
+        # Of a target with a head: for what it has just sampled.
+        if results and (not row.draft_length or results != [(answer.accepted, answer.tokens[-1])]):
+            return f"proposes after {results}, it has accepted {answer.accepted} and sampled {list(answer.tokens)}"
+    elif len(results) > row.outcomes:
         return f"prepares for {len(results)} outcomes, asked for were {row.outcomes}"
     if len(set(results)) < len(results):
         return f"prepares for an outcome twice, among {results}"
@@ -196,7 +205,7 @@ def _wrong_outcomes(row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | N
 def _wrong_tokens(row: worker_pb2.Row, tokens: list[int], drafted: list[int], accepted: int) -> str | None:
     if row.outcomes and tokens:
         return f"tokens {tokens} come with outcomes"
-    if row.draft_length:
+    if proposes(row):
         if len(tokens) > row.draft_length:
             return f"{len(tokens)} tokens are proposed, draft_length is {row.draft_length}"
         return None

@@ -14,6 +14,7 @@ from tests.sim.audit.books import (
     digests_after,
     follows,
     outcomes_of,
+    proposes,
     rows_of,
 )
 from tests.sim.audit.sessions import SchedulerSessions
@@ -158,8 +159,8 @@ class SchedulerAudit:
         self, name: str, sequence: CommittedTokens, row: worker_pb2.Row, before: worker_pb2.Row | None
     ) -> None:
         """The row before it is in flight, and samples one token."""
-        if before is None or not before.sample or before.draft_tokens:
-            self._problem(f"{name} follows none that samples one token")
+        if before is None or not before.sample or before.draft_tokens or before.draft_length:
+            self._problem(f"{name} follows none that samples one token and proposes none")
         elif row.kv_len != before.kv_len + len(before.tokens) + follows(before):
             self._problem(f"{name} follows one that ends elsewhere than at {row.kv_len}")
         elif sequence.digests.get(row.kv_len) != row.prefix_digest:
@@ -215,7 +216,7 @@ class SchedulerAudit:
                 sequence.proposals.setdefault(after, []).append(proposal)
             if not answer.tokens or digest is None:
                 continue
-            if row.draft_length:
+            if proposes(row):
                 sequence.proposals.setdefault(digest, []).append(list(answer.tokens))
             else:
                 grown = digests_after(digest, answer.tokens)

@@ -167,8 +167,8 @@ class NumbersStore:
 
 
 class PagedModel:
-    """Engine of a target or, with an `acceptance`, of a draft. `computed` is told of the rows when the step's time
-    has passed."""
+    """Engine of a target or, with an `acceptance`, of a draft or a target with a head. `computed` is told of the rows
+    when the step's time has passed."""
 
     def __init__(
         self,
@@ -178,6 +178,7 @@ class PagedModel:
         max_num_batched_tokens: int,
         acceptance: float,
         computed: Callable[[Sequence[AnyRow]], None],
+        head_id: str = "",
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.trouble: Trouble | None = None
@@ -191,6 +192,7 @@ class PagedModel:
             total_pages=pages,
             max_sequence_length=max_sequence_length,
             max_num_batched_tokens=max_num_batched_tokens,
+            head_id=head_id,
         )
         self._page_size = page_size
         self._memory = [0] * (pages * page_size)
@@ -256,7 +258,15 @@ class PagedModel:
                     matcher.try_consume_tokens((token,))
                 tokens.append(_target_token(total, _choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
-        return RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
+        outcome = RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
+        if row.draft_length:
+            length = table.length
+            proposal = self._follow(table, tokens[-1], row.draft_length)
+            self.pool.truncate(table, length)
+            if proposal:
+                confidences = [(length * 31 + one) % 100 / 99 for one in proposal]
+                outcome.ahead.append(AheadProposal(outcome.accepted, tokens[-1], proposal, confidences))
+        return outcome
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table

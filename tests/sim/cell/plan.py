@@ -59,6 +59,8 @@ class WorkerPlan:
     cell: int = 0
     kv_seconds: float = 0.0
     """Of a pass, for each position of KV that it reads."""
+    head_seconds: float = 0.0
+    """Of a pass of a target's head, which proposes with `acceptance`; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ def make_plan(
                     rng.choice((0.3, 0.7, 0.9)),
                     0.01 if target else 0.003,
                     0.0001,
+                    head_seconds=0.001 if target and seed % 4 == 3 else 0.0,
                 )
             )
     gateways = rng.choice((1, 2, 3))

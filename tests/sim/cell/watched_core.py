@@ -13,6 +13,7 @@ from scheduler.messages import (
     EmitTokens,
     Event,
     Role,
+    Row,
     SendStep,
     SequenceRequest,
     SequenceState,
@@ -110,8 +111,7 @@ class WatchedCore(SchedulerCore):
             "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
             "is one too many in flight": self._unanswered[step.worker_id] > config.steps_in_flight,
             "drafts beyond max_tokens": any(
-                self._lengths[row.sequence_id] + len(row.draft_tokens) + row.draft_length
-                >= len(request.prompt) + request.max_tokens
+                self._lengths[row.sequence_id] + _drafted(row) >= len(request.prompt) + request.max_tokens
                 for row in step.rows
                 for request in [self._requests[row.sequence_id]]
                 if row.draft_tokens or row.draft_length
@@ -156,3 +156,10 @@ class WatchedCore(SchedulerCore):
         except Exception as error:
             self._fail(f"failed on {what}: {error!r}")
             raise
+
+
+def _drafted(row: Row) -> int:
+    """Tokens of a proposal that the row brings or asks for; a target's head proposes after a token of the target's."""
+    if row.sample and row.draft_length:
+        return max(len(row.draft_tokens), 1 + row.draft_length)
+    return len(row.draft_tokens) + row.draft_length

@@ -46,7 +46,13 @@ class SimulatedWorker:
         loop = world.loop
         self.thread = VirtualThread(loop, self._seconds)
         self.model = PagedModel(
-            plan.pages, plan.page_size, world.plan.longest, plan.max_num_batched_tokens, plan.acceptance, self._computed
+            plan.pages,
+            plan.page_size,
+            world.plan.longest,
+            plan.max_num_batched_tokens,
+            plan.acceptance,
+            self._computed,
+            "head" if plan.head_seconds else "",
         )
         self.arrived = 0.0
         """When the step came that runs now."""
@@ -141,6 +147,8 @@ class SimulatedWorker:
             return [max(0.0, stalled)]
         base, of_row = self.plan.base_seconds + self.plan.kv_seconds * reading, self.plan.row_seconds
         slowness = self.slowness * (0.8 + 0.4 * self.world.rng.random())
+        if self.plan.role is Role.TARGET:
+            base, passes = base + self.plan.head_seconds * passes, 1
         if not outcomes:
             return [max((base * max(1, passes) + of_row * packed) * slowness, stalled)]
         return [

@@ -69,8 +69,9 @@ class Driver:
         max_length: int = 4000,
         packed: int = 512,
         guess: float = 1.0,
+        head: str = "",
     ) -> list[Command]:
-        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed)
+        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, head_id=head)
         self.workers[worker_id] = ModelWorker(spec, guess)
         self.steps[worker_id] = []
         return self.handle(WorkerJoined(spec))

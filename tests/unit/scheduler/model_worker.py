@@ -6,7 +6,7 @@ protocol; the worker below only follows it.
 
 from __future__ import annotations
 
-from scheduler.messages import FinishReason, Role, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
+from scheduler.messages import FinishReason, Outcome, Role, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
 from scheduler.state.digests import DigestedTokens
 
 VOCABULARY = 50
@@ -42,7 +42,8 @@ def plain_decoding(request: SequenceRequest) -> tuple[list[int], FinishReason]:
 
 
 class ModelWorker:
-    """Answers rows. `held` are the tokens of each sequence whose KV it has, `guess` is a draft's acceptance."""
+    """Answers rows. `held` are the tokens of each sequence whose KV it has, `guess` is the acceptance of a draft, or of
+    a target's head."""
 
     def __init__(self, spec: WorkerSpec, guess: float = 1.0) -> None:
         self.spec = spec
@@ -61,7 +62,7 @@ class ModelWorker:
         held = self.held.get(row.sequence_id)
         if held is None:
             return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
-        status, tokens, accepted = RowStatus.OK, list[int](), 0
+        status, tokens, accepted, outcomes = RowStatus.OK, list[int](), 0, list[Outcome]()
         if row.kv_len > len(held) or held.digest(row.kv_len) != row.prefix_digest:
             status = RowStatus.KV_MISMATCH
         else:
@@ -80,7 +81,14 @@ class ModelWorker:
                     accepted += 1
                 tokens = [*row.draft_tokens[:accepted], target_token(held.digest(len(held)))]
                 self.sampled[row.sequence_id] = tokens[-1]
+                if row.draft_length:
+                    assert self.spec.head_id, "asks a target without a head for a proposal"
+                    known = DigestedTokens([*held.tokens, tokens[-1]])
+                    for _ in range(row.draft_length):
+                        known.extend((draft_token(known.digest(len(known)), self.guess),))
+                    proposal = tuple(known.tokens[len(held) + 1 :])
+                    outcomes = [Outcome(accepted, tokens[-1], proposal)]
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
-        return RowResult(
-            row.sequence_id, status, len(held), held.digest(len(held)), tuple(tokens), accepted, logits_digests=digests
-        )
+        result = RowResult(row.sequence_id, status, len(held), held.digest(len(held)), tuple(tokens), accepted)
+        result.logits_digests, result.outcomes = digests, tuple(outcomes)
+        return result

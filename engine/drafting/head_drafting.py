@@ -1,0 +1,205 @@
+"""Proposals of a drafting head beside a target: what follows the token that the target has just sampled.
+
+After each pass of the target the head computes KV for what was accepted, whether or not a proposal is asked for: a part
+of a layer's work. A proposal takes a pass of the head for each token. Rejected tokens leave the head's KV as they leave
+the target's, since both are on the same pages (engine/drafting/context.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from engine.attention.backends import Span
+from engine.drafting.context import HeadContext
+from engine.drafting.eagle_head import EagleHead
+from engine.kv.kv_store import KvStore, PageLayout
+from engine.kv.pages import PagePool
+from engine.passes.device import current, on_device
+from engine.passes.features import Features
+from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
+from engine.steps import AheadProposal, RowOutcome, VerifyRow
+
+
+@dataclass(slots=True)
+class _Asking:
+    """A row that is to get a proposal. The head's next pair of it is of `position` and the `last` token known."""
+
+    row: VerifyRow
+    outcome: RowOutcome
+    position: int
+    features: int
+    first_page: int
+    proposal: AheadProposal = field(default_factory=lambda: AheadProposal(0, 0))
+
+    @property
+    def last(self) -> int:
+        return self.proposal.tokens[-1] if self.proposal.tokens else self.proposal.token
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens after the row's history."""
+        return [*self.outcome.tokens, *self.proposal.tokens]
+
+
+class HeadDrafting:
+    """One head over the pages of one pool. A row with a grammar gets no proposal."""
+
+    def __init__(self, head: EagleHead, pool: PagePool, kept: Features, scan: LogitsScan) -> None:
+        """`kept`: the features of the target's latest pass. `scan`: of the head's logits."""
+        self._head = head
+        self._pool = pool
+        self._kept = kept
+        self._scan = scan
+        self._device = kept.rows.device
+        self._kv = head.kv(pool.total_pages, pool.page_size)
+        self._backend = head.backend(self._kv)
+        self._context = HeadContext(pool.total_pages, pool.page_size)
+        self._last = torch.zeros(pool.total_pages, head.config.hidden_size, dtype=kept.rows.dtype, device=self._device)
+        """Features `[pages, hidden]` that a page keeps of its last position."""
+
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> float:
+        """After a pass of the target over `rows`, whose tables hold what was accepted: adds to the outcomes what the
+        rows ask for, `AheadProposal`s of a token or more. Gives the seconds that it took."""
+        started = time.perf_counter()
+        with current(self._device):
+            self._propose(*self._feed(rows, outcomes))
+        return time.perf_counter() - started
+
+    def _feed(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> tuple[list[_Asking], Tensor]:
+        """Computes KV of all pairs that are known, but the last ones of the rows that ask for a proposal. Gives those
+        rows, and features among which they find theirs."""
+        size, context = self._pool.page_size, self._context
+        # Rows of the pass; of each pair, where its features are, its token, slot and position; and what pages keep.
+        accepted, features, tokens, slots, positions = (list[int]() for _ in range(5))
+        before, keeping, kept_on = (list[int]() for _ in range(3))
+        asking: list[_Asking] = []
+        sizes = [len(row.tokens) + len(row.draft_tokens) for row in rows]
+        firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        fed = [each for each in zip(rows, outcomes, firsts, strict=True) if each[1].error is None]
+        count = sum(len(row.tokens) + outcome.accepted for row, outcome, _ in fed)
+        for row, outcome, first in fed:
+            known, pages, end = [*row.tokens, *outcome.tokens], row.table.pages, row.table.length
+            start = end - len(row.tokens) - outcome.accepted
+            # Of position t, the features are at t + base.
+            base = len(accepted) - start
+            accepted.extend(range(first, first + end - start))
+            begin = context.feed(pages, start, end)
+            for t in range(begin, end - 1):
+                if t < start:
+                    before.append(pages[t // size])
+                features.append(base + t if t >= start else count + len(before) - 1)
+                tokens.append(known[t + 1 - start])
+                slots.append(pages[t // size] * size + t % size)
+                positions.append(t)
+            wants = row.draft_length > 0 and row.sampling.grammar is None and bool(outcome.tokens)
+            if begin < end:
+                context.fill(pages, begin, end if wants else end - 1)
+            if wants and begin < end:
+                proposal = AheadProposal(outcome.accepted, outcome.tokens[-1])
+                first_page = context.first_page(pages, end - 1)
+                asking.append(_Asking(row, outcome, end - 1, base + end - 1, first_page, proposal))
+            for last in {*range(start - start % size + size - 1, end, size), end - 1}:
+                keeping.append(base + last)
+                kept_on.append(context.keep(pages, last))
+        if not accepted:
+            return [], self._last
+        numbers = [accepted, before, tokens, features, slots, positions, keeping, kept_on]
+        parts = on_device([*chain(*numbers)], self._device).split([len(part) for part in numbers])
+        found = self._head.features(self._kept.rows[parts[0]])
+        if tokens:
+            of_pairs = torch.cat((found, self._last[parts[1]]))[parts[3]]
+            self._head.write(parts[2], of_pairs, parts[5], self._kv, parts[4])
+        self._last[parts[7]] = found[parts[6]]
+        return asking, found
+
+    def _propose(self, asking: Sequence[_Asking], found: Tensor) -> None:
+        """Token by token, as long as rows want one and there are pages."""
+        if not asking:
+            return
+        lengths = [one.row.table.length for one in asking]
+        features = found[on_device([one.features for one in asking], self._device)]
+        growing = list(asking)
+        try:
+            while growing:
+                features = self._pass(growing, features)
+                going = [place for place, one in enumerate(growing) if self._grows(one)]
+                if len(going) < len(growing):
+                    features = features[on_device(going, self._device)]
+                    growing = [growing[place] for place in going]
+        finally:
+            for one, length in zip(asking, lengths, strict=True):
+                self._pool.truncate(one.row.table, length)
+        for one in asking:
+            if one.proposal.tokens:
+                one.outcome.ahead.append(one.proposal)
+
+    def _pass(self, asking: Sequence[_Asking], features: Tensor) -> Tensor:
+        """Adds a token to each proposal, or marks it as ended; the features of the next pairs."""
+        size, spans, slots = self._pool.page_size, list[Span](), list[int]()
+        for place, one in enumerate(asking):
+            pages, skipped = one.row.table.pages, one.first_page
+            slots.append(pages[one.position // size] * size + one.position % size)
+            spans.append(Span(place, 1, one.position - skipped * size, pages[skipped:]))
+        numbers = [*(one.last for one in asking), *(one.position for one in asking), *slots]
+        tokens, positions, where = on_device(numbers, self._device).split(len(asking))
+        plan = self._backend.plan(spans, len(spans))
+        logits, features = self._head.propose(tokens, features, positions, self._kv, where, plan)
+        contexts = [_context(one) for one in asking]
+        chosen = sample_tokens(logits, contexts, self._head.token_ids, self._scan)
+        probabilities = probabilities_of(logits, chosen, self._head.token_ids, self._scan)
+        for one, token, probability in zip(asking, chosen, probabilities, strict=True):
+            one.position += 1
+            if token is None:
+                one.position = -1  # nothing can follow
+            else:
+                one.proposal.tokens.append(token)
+                one.proposal.confidences.append(probability)
+        return features
+
+    def _grows(self, one: _Asking) -> bool:
+        """Makes room for the next pair, if the row wants another token."""
+        if one.position < 0 or len(one.proposal.tokens) >= one.row.draft_length:
+            return False
+        if not self._pool.can_append(one.row.table, 1):
+            return False
+        self._pool.append(one.row.table, 1)
+        return True
+
+    def forget(self, page: int) -> None:
+        """The target's KV on the page comes from elsewhere."""
+        self._context.reset(page)
+
+
+class HeadlessPages:
+    """The pages of a target that has a head, for other workers: they come and go without the head's KV."""
+
+    def __init__(self, store: KvStore, drafting: HeadDrafting) -> None:
+        self._store = store
+        self._drafting = drafting
+
+    @property
+    def layout(self) -> PageLayout:
+        return self._store.layout
+
+    def read_page(self, page: int) -> bytes:
+        return self._store.read_page(page)
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """Raises ValueError unless `data` has as many bytes as a page."""
+        self._store.write_page(page, data)
+        self._drafting.forget(page)
+
+
+def _context(one: _Asking) -> SamplingContext:
+    """Of the token that follows the proposal so far."""
+    row, known = one.row, one.known
+    history = [*row.history, *known] if row.sampling.uses_history else row.history
+    return SamplingContext(row.sampling, len(row.history) + len(known), history, row.prompt_length)

@@ -1,0 +1,82 @@
+"""Drafting heads by their folders: which folders hold one, and what its config.json says. Knows no torch.
+
+A head is no model: it proposes from the hidden states of the target that it was trained with, and runs in that target's
+worker. Spool takes EAGLE-3 heads (arXiv 2503.01840) in the format that they are published in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.models.source import ModelNotFoundError, resolve_model
+from scheduler.messages import Role
+
+_HEAD_WORDS = ("eagle", "medusa", "mtp", "nextn", "speculator", "mlpspeculator")
+"""Parts of the names of architectures that are heads."""
+_EAGLE3 = "LlamaForCausalLMEagle3"
+
+FEATURES = 3
+"""Hidden states of the target that a head of EAGLE-3 takes for each position."""
+
+
+def head_architecture(folder: Path) -> str | None:
+    """The architecture that config.json in `folder` names, if it is one of a head; None for a model, and without a
+    config.json that can be read."""
+    try:
+        names = _read(folder).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return None
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and any(word in name.lower() for word in _HEAD_WORDS) else None
+
+
+def is_drafting_head(name: str) -> bool:
+    """Whether a folder or hub id names a head; a hub id only if the model was downloaded before."""
+    try:
+        folder = resolve_model(name, Role.DRAFT).folder
+    except ModelNotFoundError:
+        return False
+    return folder is not None and head_architecture(folder) is not None
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """What config.json says of an EAGLE-3 head. Raises UnsupportedModelError for anything else."""
+    try:
+        config = _read(folder)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{folder.name}/config.json cannot be read: {error}") from error
+    if head_architecture(folder) != _EAGLE3:
+        raise UnsupportedModelError(
+            f"{folder.name} is of the architecture {config.get('architectures')}, a head must be {_EAGLE3}"
+        )
+    for name in ("norm_before_fc", "fc_norm"):
+        if config.get(name):
+            raise UnsupportedModelError(f"{folder.name}: {name} is {config[name]}, must be unset for a head")
+    return config
+
+
+def feature_layers(folder: Path, config: Mapping[str, Any], layers: int) -> list[int]:
+    """The layers of the target, of `layers`, whose inputs are the features of a head: early, middle, late.
+
+    As in other servers: ids in `eagle_config` name layers by their outputs, those beside it by their inputs. Raises
+    UnsupportedModelError where the target has no such layers.
+    """
+    name, after = "eagle_aux_hidden_state_layer_ids", 0
+    found = config.get(name)
+    if found is None and (inner := config.get("eagle_config")) is not None:
+        found, after = inner.get(name), 1
+    ids = [2, layers // 2, layers - 3] if found is None else [one + after for one in found]
+    if len(ids) != FEATURES or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= layers:
+        raise UnsupportedModelError(
+            f"{folder.name} takes the inputs of the layers {ids}, must be {FEATURES} of the target's {layers} in order"
+        )
+    return ids
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config

@@ -1,0 +1,269 @@
+"""EAGLE-3 heads beside real targets: what they propose, that the text stays, and which heads are refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import UnsupportedModelError
+from engine.kv.pages import PageTable
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.sampling.noise import gumbel, row_key
+from engine.settings import EngineSettings
+from engine.steps import RowOutcome, VerifyRow
+from engine.target import TargetEngine
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import SequenceRequest
+from scheduler.sampling import SamplingParameters
+from services.worker.executor import TargetStepExecutor
+from tests.support.eagle_heads import ReferenceHead, head_config, head_tensors, save_agreeing_pair, save_head
+from tests.support.in_process import Output, run_in_process
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
+
+LAYERS = 4
+GREEDY = SamplingParameters()
+CASES = {
+    "torch": ("llama", TORCH_SHAPE, {}),
+    "kernels": ("llama", {}, {}),
+    "norm_before_residual": ("qwen3", {}, {"norm_before_residual": True}),
+    "experts, all tokens": ("qwen3_moe", {}, {"draft_vocab_size": VOCABULARY}),
+}
+
+
+def load(folder: Path, head: Path | None, **settings: Any) -> TargetEngine:
+    chosen: dict[str, Any] = {"dtype": "float32", "kv_pages": 64, "threads": 1, "exact": False} | settings
+    return load_target_engine(
+        EngineSettings(str(folder), draft_head=None if head is None else str(head), **chosen), lambda *_: None
+    )
+
+
+def pair(folder: Path, family: str, shape: dict[str, int], **fields: Any) -> tuple[Path, Path, PreTrainedModel]:
+    target = tiny_model(family, num_hidden_layers=LAYERS, **shape)
+    target.save_pretrained(folder / "target")
+    config = head_config(target, **fields)
+    return folder / "target", save_head(folder / "head", config, head_tensors(config)), target
+
+
+class Follower:
+    """One sequence of an engine, fed as a worker feeds it."""
+
+    def __init__(self, engine: TargetEngine, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> None:
+        self.engine, self.sampling, self.prompt_length = engine, sampling, len(prompt)
+        self.known, self.table = list(prompt), PageTable()
+
+    def row(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> VerifyRow:
+        start = self.table.length
+        end = min(len(self.known), start + chunk)
+        samples = end == len(self.known)
+        tokens, history = self.known[start:end], self.known[:end]
+        row = VerifyRow(self.table, tokens, list(drafts), samples, history, self.prompt_length, self.sampling)
+        row.draft_length = length if samples else 0
+        return row
+
+    def take(self, outcome: RowOutcome) -> list[int]:
+        assert outcome.error is None
+        self.known += outcome.tokens
+        if not outcome.ahead:
+            return []
+        (proposal,) = outcome.ahead
+        assert (proposal.accepted, proposal.token) == (outcome.accepted, outcome.tokens[-1])
+        assert len(proposal.confidences) == len(proposal.tokens)
+        return proposal.tokens
+
+    def step(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> list[int]:
+        (outcome,) = self.engine.step([self.row(drafts, length, chunk)]).rows
+        return self.take(outcome)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: str) -> None:
+    family, shape, fields = CASES[case]
+    target_folder, head_folder, target = pair(tmp_path, family, shape, **fields)
+    engine, reference, rng = load(target_folder, head_folder), ReferenceHead(head_folder, target), random.Random(1)
+    followers = [Follower(engine, rng.choices(range(VOCABULARY), k=length)) for length in (5, 16, 17, 40)]
+    for follower in followers:
+        while follower.table.length + 7 < len(follower.known):
+            assert follower.step(chunk=7) == []
+    compared = 0
+    for _ in range(14):
+        rows = []
+        for follower in followers:
+            right = plain(target, follower.known, 3)[: rng.randrange(4)]
+            drafts = [*right, *rng.choices(range(VOCABULARY), k=2)][: rng.randrange(5)]
+            rows.append(follower.row(drafts, rng.choice((0, 1, 4))))
+        for row, follower, outcome in zip(rows, followers, engine.step(rows).rows, strict=True):
+            proposal = follower.take(outcome)
+            assert proposal == reference.proposal(follower.known, row.draft_length)
+            compared += len(proposal)
+    assert compared > 60
+    assert max(len(follower.known) for follower in followers) > 60
+
+
+def plain(model: PreTrainedModel, tokens: Sequence[int], count: int) -> list[int]:
+    known = torch.tensor([tokens])
+    with torch.no_grad():
+        for _ in range(count):
+            known = torch.cat((known, model(known).logits[:, -1:].argmax(-1)), 1)
+    return known[0, len(tokens) :].tolist()
+
+
+def test_drawn_proposals_have_the_noise_of_the_target(tmp_path: Path) -> None:
+    """The first token of each is the largest sum of the head's log probability and the noise at its position."""
+    target_folder, head_folder, target = pair(tmp_path, "llama", {})
+    reference = ReferenceHead(head_folder, target)
+    sampling = SamplingParameters(temperature=0.7, seed=5)
+    follower = Follower(load(target_folder, head_folder), range(9), sampling)
+    for _ in range(12):
+        (token,) = follower.step(length=1)
+        logits = reference.logits(follower.known)
+        position = len(follower.known)
+        ids = torch.tensor(sorted(logits))
+        scores = torch.tensor([logits[one] for one in ids.tolist()]) / sampling.temperature
+        keys = torch.full_like(ids, row_key(sampling.seed, position))
+        assert token == int(ids[(scores + gumbel(keys, ids)).argmax()])
+
+
+def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_path: Path) -> None:
+    target_folder, head_folder, target = pair(tmp_path, "llama", {})
+    source, destination = load(target_folder, head_folder), load(target_folder, head_folder)
+    prompt = random.Random(3).choices(range(VOCABULARY), k=21)
+    before, after = Follower(source, prompt), Follower(destination, prompt)
+    # Other KV of the head is left on the pages.
+    stale = Follower(destination, range(40))
+    stale.step()
+    destination.pool.free(stale.table)
+    before.step()
+    destination.pool.append(after.table, before.table.length)
+    for page, other in zip(before.table.pages, after.table.pages, strict=True):
+        destination.kv_store.write_page(other, source.kv_store.read_page(page))
+    after.known = list(before.known)
+    reference, proposals = ReferenceHead(head_folder, target), []
+    while len(after.known) < 60:
+        before.step()
+        proposals.append(after.step())
+        assert after.known == before.known
+        # Pages hold 16 positions: on the second one, the head has nothing to go on from.
+        if len(after.known) <= 33:
+            assert proposals[-1] == []
+        else:
+            assert proposals[-1] == reference.proposal(after.known, 4, first=32)
+    assert len(proposals) > 20
+
+
+def requests(temperature: float = 0.8) -> list[SequenceRequest]:
+    return [
+        SequenceRequest(
+            number,
+            tuple((7 * number + place * place) % VOCABULARY for place in range(5 + 11 * number)),
+            50,
+            sampling=SamplingParameters(temperature=temperature * (number % 2), seed=number),
+            logits_digests=True,
+        )
+        for number in range(1, 10)
+    ]
+
+
+def worker(folder: Path, head: Path | None, dtype: str) -> TargetStepExecutor:
+    engine = load(folder, head, dtype=dtype, kv_pages=200, exact=True)
+    return TargetStepExecutor(engine, kv_store=engine.kv_store)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("agrees", [False, True])
+def test_text_and_bits_of_logits_are_those_without_a_head(tmp_path: Path, dtype: str, agrees: bool) -> None:
+    target, head = save_agreeing_pair(tmp_path) if agrees else pair(tmp_path, "llama", {})[:2]
+    expected = run_in_process(SchedulerConfig(draft_length=0), {"target": worker(target, None, dtype)}, requests())
+    with_head = worker(target, head, dtype)
+    for policy in (Policy.EXSPEC, Policy.AUTO):
+        got = run_in_process(SchedulerConfig(policy=policy, batch_size=4), {"target": with_head}, requests())
+        assert [text(one) for one in got.values()] == [text(one) for one in expected.values()]
+        drafted, accepted = (sum(count[at] for one in got.values() for count in one.rounds) for at in (0, 1))
+        assert drafted > 0
+        assert accepted > 0.9 * drafted if agrees else accepted < drafted
+
+
+def text(output: Output) -> tuple[list[int], list[int], str | None]:
+    return output.tokens, output.logits_digests, output.error
+
+
+def test_a_step_without_free_pages_proposes_less_and_takes_none(tmp_path: Path) -> None:
+    target, head, _ = pair(tmp_path, "llama", {})
+    follower = Follower(engine := load(target, head, kv_pages=2), range(30))
+    assert [len(follower.step()) for _ in range(3)] == [3, 2, 1]
+    engine.pool.check_conservation([follower.table])
+
+
+def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path) -> None:
+    target_folder, _, target = pair(tmp_path, "llama", {})
+    config = head_config(target)
+    tensors = head_tensors(config)
+    tensors["midlayer.mlp.down_proj.weight"] *= 1e38
+    follower = Follower(load(target_folder, save_head(tmp_path / "huge", config, tensors)), range(20))
+    assert [follower.step() for _ in range(20)] == [[]] * 20
+    assert follower.known[20:] == plain(target, range(20), 20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "reason"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "must be LlamaForCausalLMEagle3"),
+        ({"hidden_size": 128}, {}, "hidden_size is 128, must be 64"),
+        ({"vocab_size": 100}, {}, "vocab_size is 100, must be 96"),
+        ({"num_hidden_layers": 2}, {}, "must have 1"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, {}, r"layers \[0, 1, 4\], must be 3 of the target's 4"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, {}, r"layers \[2, 2, 1\], must be 3 of the target's 4"),
+        ({"norm_before_fc": True}, {}, "norm_before_fc is True"),
+        ({}, {"fc.weight": None}, "holds no fc.weight"),
+        ({}, {"fc.weight": torch.zeros(64, 64)}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
+        ({}, {"norm.weight": torch.full((64,), math.nan)}, "norm.weight holds a value that is not a finite number"),
+        ({}, {"midlayer.extra": torch.zeros(1)}, "holds midlayer.extra"),
+        ({}, {"d2t": None}, "holds no d2t"),
+        ({}, {"d2t": torch.arange(48).flip(0) * 2}, "in ascending order"),
+        ({}, {"d2t": torch.full((48,), 49)}, "must name tokens of the target's 96"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    tmp_path: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    target_folder, _, target = pair(tmp_path, "llama", {})
+    config = head_config(target)
+    changed = {name: one for name, one in (head_tensors(config) | tensors).items() if one is not None}
+    config = {name: value for name, value in (config | fields).items() if value is not None}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(target_folder, save_head(tmp_path / "changed", config, changed))
+
+
+def test_layers_that_eagle_config_names_are_those_before(tmp_path: Path) -> None:
+    target_folder, head_folder, target = pair(tmp_path, "llama", {}, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    config = head_config(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    del config["eagle_aux_hidden_state_layer_ids"]
+    other = save_head(tmp_path / "other", config, head_tensors(config))
+    first, second = (Follower(load(target_folder, head), range(12)) for head in (head_folder, other))
+    assert first.step() == second.step() != []
+
+
+def test_pickled_weights_are_read(tmp_path: Path) -> None:
+    target_folder, head_folder, target = pair(tmp_path, "llama", {})
+    config = head_config(target)
+    pickled = save_head(tmp_path / "pickled", config, {})
+    (pickled / "model.safetensors").unlink()
+    torch.save(head_tensors(config), pickled / "pytorch_model.bin")
+    first, second = (Follower(load(target_folder, head), range(12)) for head in (head_folder, pickled))
+    assert first.step() == second.step() != []
+
+
+def test_a_head_is_no_draft_and_goes_with_whole_targets_only(tmp_path: Path) -> None:
+    target_folder, head_folder, _ = pair(tmp_path, "llama", {})
+    settings = EngineSettings(str(head_folder), dtype="float32")
+    with pytest.raises(UnsupportedModelError, match="runs in the target's worker, not in a draft worker"):
+        load_draft_engine(settings, lambda *_: None)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1 with the drafting head"):
+        replace(settings, model=str(target_folder), draft_head=str(head_folder), tensor_parallel_size=2)
