@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import httpx
@@ -43,21 +45,29 @@ ASKED: list[dict[str, Any]] = [
 
 
 class Server:
-    def __init__(self, process_id: int, target: Path, url: str, public_key: str) -> None:
-        self._process = psutil.Process(process_id)
+    def __init__(self, process: Popen[str], target: Path, url: str, public_key: str) -> None:
+        self._process = psutil.Process(process.pid)
+        self._told: list[str] = []
+        threading.Thread(target=lambda: self._told.extend(process.stderr or ()), daemon=True).start()
+        self._starts = Counter(("scheduler", "gateway-0", "target-0", "target-1", "draft-0"))
         self.target = target
         self.url = url
         self.public_key = public_key
 
-    def kill(self, name: str) -> None:
-        (found,) = [child.pid for child in self._process.children() if child.cmdline()[-1:] == [name]]
-        os.kill(found, signal.SIGKILL)
+    def kill(self, names: list[str]) -> None:
+        found = [child.pid for child in self._process.children() if child.cmdline()[-1] in names]
+        assert len(found) == len(names)
+        for process_id in found:
+            os.kill(process_id, signal.SIGKILL)
+        self._starts.update(names)
 
-    def answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
+    def wait_until_up(self) -> None:
+        """All processes, those that were killed again. One that dies before it is up ends all."""
+
+        def up() -> bool:
+            return all(self._told.count(f"{name}: up\n") == starts for name, starts in self._starts.items())
+
+        wait_until(up, f"all are up in {self._told}", 4 * LONG)
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +86,10 @@ def served(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     command = ["serve", target, "--draft", tiny_pair[1], "--no-ray", "--threads", 1]
     command += ["--port", port, "--grpc-port", grpc_port]
     with started(*command, cwd=folder, environment={"SPOOL_STATE": str(folder / "state")}) as process:
-        told: list[str] = []
-        threading.Thread(target=lambda: told.extend(process.stderr or ()), daemon=True).start()
-        server = Server(process.pid, target, f"http://127.0.0.1:{port}", ReceiptKey(private.decode()).public)
-        try:
-            wait_until(server.answers, "the server answers", 4 * LONG)
-            yield server
-            process.send_signal(signal.SIGTERM)
-            process.wait(LONG)
-        finally:
-            print("".join(told))
+        server = Server(process, target, f"http://127.0.0.1:{port}", ReceiptKey(private.decode()).public)
+        yield server
+        process.send_signal(signal.SIGTERM)
+        process.wait(LONG)
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Queue[None]) -> list[str]:
@@ -111,15 +115,13 @@ async def ask_all(server: Server, kills: list[str]) -> list[str]:
         answers = [asyncio.create_task(ask(client, body, begun)) for body in ASKED]
         for _ in range(4):
             await begun.get()
-        for name in kills:
-            server.kill(name)
-            await asyncio.sleep(0)
+        server.kill(kills)
         return [receipt for answer in await asyncio.gather(*answers) for receipt in answer]
 
 
 @pytest.mark.parametrize("kills", [["target-0"], ["scheduler"], ["target-1", "scheduler"]], ids=str)
 def test_killed_processes_leave_no_mark_on_receipts(kills: list[str], served: Server, tmp_path: Path) -> None:
-    wait_until(served.answers, "the server answers", 2 * LONG)
+    served.wait_until_up()
     lines = asyncio.run(ask_all(served, kills))
     assert len(lines) == len(ASKED) + 1
     file = write_lines(tmp_path / "receipts.jsonl", *lines)
