@@ -34,6 +34,8 @@ class EngineDescription:
     quantization: str = "none"
     kv_cache_dtype: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    page_spans: tuple[int, ...] = ()
+    page_windows: tuple[int, ...] = ()
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()
     head_id: str = ""

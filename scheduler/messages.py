@@ -61,7 +61,8 @@ class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
     Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own. So do
-    targets with the same `head_id`; "" means that the target has no head and does not propose.
+    targets with the same `head_id`; "" means that the target has no head and does not propose. `page_spans` and
+    `page_windows` as in scheduler/page_counts.py; without them, a page holds `page_size` positions.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -74,8 +75,15 @@ class WorkerSpec:
     max_num_batched_tokens: int
     model_id: str = ""
     head_id: str = ""
+    page_spans: tuple[int, ...] = ()
+    page_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.page_spans) != len(self.page_windows) or 0 in self.page_spans:
+            raise ValueError(
+                f"page_spans of worker {self.worker_id} is {self.page_spans}, must be above 0, as many as page_windows "
+                f"{self.page_windows}"
+            )
         for name in ("page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of worker {self.worker_id} is {getattr(self, name)}, must be at least 1")

@@ -20,18 +20,23 @@ from engine.kv.paged_kv import LayerKv
 # Few lengths, so that sequences share calls, but close enough that little of a call is padding.
 _KV_LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
+# Kernels that read pages look at whole tiles of at most so many positions: also at some before the first that is seen.
+TILE_POSITIONS = 64
+
 # Sequences with at most this many rows in a pass (decode, verify) share one call; longer ones (prefill) have their own.
 _SHARED_CALL_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows `[first_row, first_row + rows)` of a batch: positions `[start, start + rows)` of the sequence on `pages`."""
+    """Rows `[first_row, first_row + rows)` of a batch: positions `[start, start + rows)` of the sequence on `pages`,
+    but for the first `freed`, of which no row sees a position."""
 
     first_row: int
     rows: int
     start: int
     pages: Sequence[int]
+    freed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +85,24 @@ def cut_into_blocks(
     spans: Sequence[Span], page_size: int, max_rows: int
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
     """What kernels that read pages take: blocks of at most `max_rows` rows of one sequence, each as its first row, its
-    rows, the position of the first, and where in the list of pages those of its sequence begin; and that list."""
+    rows, the position of the first, and where in the list of pages those of its sequence begin; and that list. A tile's
+    freed pages are others of its sequence there, and those before them are left out."""
     pages: list[int] = []
     blocks: list[tuple[int, int, int, int]] = []
     for span in spans:
+        left_out = max(0, span.freed - tile_pages(page_size))
         blocks.extend(
-            (span.first_row + done, min(max_rows, span.rows - done), span.start + done, len(pages))
+            (span.first_row + done, min(max_rows, span.rows - done), span.start + done, len(pages) - left_out)
             for done in range(0, span.rows, max_rows)
         )
-        pages.extend(span.pages[: -(-(span.start + span.rows) // page_size)])
+        pages.extend([span.pages[0]] * (span.freed - left_out))
+        pages.extend(span.pages[: -(-(span.start + span.rows) // page_size) - span.freed])
     return blocks, pages
+
+
+def tile_pages(page_size: int) -> int:
+    """Freed pages of a sequence that kernels may look at."""
+    return -(-TILE_POSITIONS // page_size)
 
 
 def kv_lengths(page_size: int) -> tuple[int, ...]:
@@ -127,7 +140,7 @@ class AttentionBackend(Protocol):
 class _Call:
     """`n` sequences with `q` query rows each over one KV length.
 
-    `queries` `[n * q]` rows of the batch; `chunks` `[2 * n * kv_heads * pages]` rows of the pool, K before V;
+    `queries` `[n * q]` rows of the batch; `chunks` `[n * kv_heads * pages]` rows of the pool;
     `last_seen` `[n, q]` positions; `shape` of scores: n, KV heads, q, group, KV length.
     """
 
@@ -199,16 +212,12 @@ class MatmulBackend:
         query_heads: int,
         kv_heads: int,
         page_size: int,
-        pages: int,
         device: torch.device,
     ) -> None:
-        """`pages` counts the pages of the pool, with the one for padding."""
         self._form = form
         self._group = query_heads // kv_heads
         self._page_size = page_size
         self._device = device
-        # Of K and V by KV head, as [2, 1, kv_heads, 1].
-        self._chunk_offsets = (np.arange(2)[:, None] * pages * kv_heads + np.arange(kv_heads))[:, None, :, None]
         self._kv_heads = kv_heads
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> MatmulPlan:
@@ -245,14 +254,14 @@ class MatmulBackend:
         while done < span.rows:
             kv_length = self._form.kv_length(span.start + done + 1)
             rows = min(span.rows - done, kv_length - (span.start + done), self._form.max_query_rows or span.rows)
-            yield kv_length, Span(span.first_row + done, rows, span.start + done, span.pages)
+            yield kv_length, Span(span.first_row + done, rows, span.start + done, span.pages, span.freed)
             done += rows
 
     def _call(self, blocks: Sequence[Span], query_rows: int, kv_length: int) -> _Call:
         page_count = kv_length // self._page_size
         # Unused entries name a page of the same sequence, hidden by the mask: a NaN elsewhere must not leak in.
-        pages = np.array([_fit(block.pages, page_count) for block in blocks])
-        chunks = pages[:, None] * self._kv_heads + self._chunk_offsets
+        pages = np.array([_fit(block, page_count) for block in blocks])
+        chunks = pages[:, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
         edges = np.array([[block.first_row, block.start, block.rows] for block in blocks])
         first_row, start, rows = edges[:, :, None].swapaxes(0, 1)
         # Rows past a block's end repeat its last one: their output is not used, and no row is fully masked.
@@ -272,5 +281,6 @@ def _round_up(count: int) -> int:
     return -(-count // step) * step
 
 
-def _fit(pages: Sequence[int], count: int) -> list[int]:
-    return [*pages[:count], *(pages[0] for _ in range(count - len(pages)))]
+def _fit(span: Span, count: int) -> list[int]:
+    some, pages = span.pages[0], span.pages[: count - span.freed]
+    return [*[some] * span.freed, *pages, *[some] * (count - span.freed - len(pages))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +16,35 @@ from engine.kv.paged_kv import PagedKv
 ATTENTION_NAME = "spool_paged"
 
 
+@dataclass(slots=True)
+class GroupStep:
+    """Of the layers of one group: where the new K/V of a pass go, and how its rows attend. `slots`: int64 `[rows]`,
+    position among the pages of a layer of each row's K/V; `rows`: those of `PagedKv.rows`, once they are asked for."""
+
+    slots: torch.Tensor
+    plan: AttentionPlan
+    rows: torch.Tensor | None = None
+
+
 class PagedStep(Cache):
-    """One forward pass over a batch: where its new K/V go, and how its rows attend.
+    """One forward pass over a batch, by the groups of the KV's layers.
 
     Handed to the model as `past_key_values` (transformers calls `update` in every layer) and once more as the keyword
     `paged_step`, which reaches the attention function unchanged.
     """
 
-    def __init__(self, kv: PagedKv, slots: torch.Tensor, plan: AttentionPlan) -> None:
-        """`slots`: int64 `[rows]`, position in the pool of each row's K/V."""
+    def __init__(self, kv: PagedKv, groups: Sequence[GroupStep]) -> None:
         super().__init__(layers=[])
         self.kv = kv
-        self.plan = plan
-        self.slots = slots
-        self._rows: torch.Tensor | None = None
+        self.groups = groups
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, layer: int) -> GroupStep:
+        return self.groups[self.kv.group_of[layer]]
+
+    def attend(self, layer: int, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """`query` `[rows, heads, head_dim]` over the pages of a layer; gives the same shape."""
+        return self.of(layer).plan.attend(self.kv.layers[layer], query, rule)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -39,10 +55,11 @@ class PagedStep(Cache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes `[rows, kv_heads, head_dim]` to the pages."""
-        if self._rows is None:
-            self._rows = self.kv.rows(self.slots)
+        group = self.of(layer)
+        if group.rows is None:
+            group.rows = self.kv.rows(group.slots)
         flat = (states.reshape(-1, states.shape[-1]) for states in (keys, values))
-        self.kv.layers[layer].write(self._rows, *flat)
+        self.kv.layers[layer].write(group.rows, *flat)
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The `signed_rotation` of the pass, the same for every layer."""
@@ -84,7 +101,7 @@ def _paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.detach().float()
     rule = AttentionRule(scaling, sliding_window or None, softcap or None, sinks)
-    output = paged_step.plan.attend(paged_step.kv.layers[module.layer_idx], query[0].transpose(0, 1), rule)
+    output = paged_step.attend(module.layer_idx, query[0].transpose(0, 1), rule)
     return output.unsqueeze(0), None
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from engine.attention.backends import AttentionRule, Span, cut_into_blocks
-from engine.attention.paged_step import PagedStep
 from engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
-from engine.kv.paged_kv import LayerKv
+from engine.kv.paged_kv import LayerKv, PagedKv
 
 # Rows of a sequence that share the unpacking of a page; more of them leave less to share out among threads.
 _BLOCK_ROWS = 8
@@ -27,15 +26,19 @@ class KernelPlan:
         return self._blocks.longest
 
     def layer_pass(
-        self, step: PagedStep, rotation: tuple[torch.Tensor, torch.Tensor], scratch: torch.Tensor
+        self,
+        kv: PagedKv,
+        slots: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        scratch: torch.Tensor,
     ) -> LayerPass:
-        """What whole layers by kernel share in a pass; keeps none of the tensors alive."""
+        """What whole layers of one group by kernel share in a pass; keeps none of the tensors alive."""
         cos, sin = rotation
         blocks = self._blocks
         return LayerPass(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            slots=step.slots.data_ptr(),
+            slots=slots.data_ptr(),
             pages=blocks.pages.ctypes.data,
             blocks=blocks.edges.ctypes.data,
             scratch=scratch.data_ptr(),
@@ -43,9 +46,9 @@ class KernelPlan:
             block_count=len(blocks.edges),
             max_rows=blocks.max_rows,
             longest=blocks.longest,
-            page_size=step.kv.page_size,
-            page_count=step.kv.pages,
-            quantized=step.kv.quantized,
+            page_size=kv.page_size,
+            page_count=kv.value_pages,
+            quantized=kv.quantized,
         )
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

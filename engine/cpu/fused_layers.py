@@ -67,10 +67,9 @@ class FusedDecoderLayer(LlamaLayer):
         layer = paged_step.kv.layers[self._index]
         rows = kernels.norm(residual, *self._attention_norm)
         rotation = paged_step.rotation(position_embeddings)
-        queries = kernels.rotate_write(
-            self._qkv(rows), rotation, paged_step.slots, layer, self._query_heads, self._head_norms
-        )
-        attended = self._out(paged_step.plan.attend(layer, queries, self._rule).flatten(1))
+        slots = paged_step.of(self._index).slots
+        queries = kernels.rotate_write(self._qkv(rows), rotation, slots, layer, self._query_heads, self._head_norms)
+        attended = self._out(paged_step.attend(self._index, queries, self._rule).flatten(1))
         rows = kernels.add_norm(residual, attended, *self._mlp_norm)
         residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
         return hidden_states
@@ -130,22 +129,23 @@ class KernelDecoder(nn.Module):
 
     def add_layers(self, hidden_states: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> None:
         """Adds to `hidden_states` `[rows, hidden]`, in place, what the layers add."""
-        plan = paged_step.plan
-        if not isinstance(plan, KernelPlan):
-            raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
-        rotation = self._rotations.of(positions, plan.longest)
+        plans = [group.plan for group in paged_step.groups if isinstance(group.plan, KernelPlan)]
+        if len(plans) < len(paged_step.groups):
+            raise TypeError(f"the pass attends by {type(paged_step.groups[0].plan).__name__}, must be by kernel")
+        rotation = self._rotations.of(positions, plans[0].longest)
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
-        layer_pass = plan.layer_pass(paged_step, rotation, scratch)
-        pools, count = paged_step.kv.addresses, len(self._weights)
-        if not self._taps:
-            self._kernels.layers(hidden_states, pools, self._weights, layer_pass)
-            return
-        ends = [*sorted(self._taps), count]
+        kv, count = paged_step.kv, len(self._weights)
+        passes = [
+            plan.layer_pass(kv, group.slots, rotation, scratch)
+            for plan, group in zip(plans, paged_step.groups, strict=True)
+        ]
+        changes = {place for place in range(1, count) if kv.group_of[place] != kv.group_of[place - 1]}
+        ends = sorted({*self._taps, *changes, count})
         for first, end in zip([0, *ends], ends, strict=False):
             if end > first:
-                of_part = _part(pools, first, end), _part(self._weights, first, end)
-                self._kernels.layers(hidden_states, *of_part, layer_pass)
-            if end < count:
+                of_part = _part(kv.addresses, first, end), _part(self._weights, first, end)
+                self._kernels.layers(hidden_states, *of_part, passes[kv.group_of[first]])
+            if end < count and end in self._taps:
                 self._taps[end](hidden_states)
 
 

@@ -371,7 +371,7 @@ class CpuKernels:
 
 def _sizes(layer: LayerKv) -> tuple[int, ...]:
     """As functions over pages take them."""
-    return layer.kv_heads, layer.head_dim, layer.page_size, layer.pages, layer.quantized
+    return layer.kv_heads, layer.head_dim, layer.page_size, layer.value_pages, layer.quantized
 
 
 def _panel_bytes(part: QuantizedWeight, scales: torch.dtype) -> torch.Tensor:

@@ -45,10 +45,10 @@ class CudaDecoderLayer(LlamaLayer):
     ) -> Parts:
         """What is to be added to `residual` `[rows, hidden]`, to which `added` and the layer's attention have been
         added by then."""
-        kv, overlap = paged_step.kv.layers[self._index], self._overlap
+        kv, slots, overlap = paged_step.kv.layers[self._index], paged_step.of(self._index).slots, self._overlap
         qkv = self._product(self._qkv, add_norm(residual, added, *self._attention_norm, overlap))
-        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv, self._query_heads, self._head_norms, overlap)
-        attended = self._product(self._out, paged_step.plan.attend(kv, queries, self._rule).flatten(1))
+        queries = rotate_write(qkv, cos, sin, slots, kv, self._query_heads, self._head_norms, overlap)
+        attended = self._product(self._out, paged_step.attend(self._index, queries, self._rule).flatten(1))
         gate_up = self._product(self._gate_up, add_norm(residual, attended, *self._mlp_norm, overlap))
         return self._product(self._down, silu_mul(gate_up, residual.dtype, overlap))
 

@@ -223,6 +223,6 @@ def _difference(
     cpu = torch.device("cpu")
     exact = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, torch.float32, cpu)
     exact.layers[0].fill(layer.content())
-    products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, exact.pages, cpu)
+    products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, cpu)
     expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), rule)
     return float((found.to(cpu, torch.float32) - expected).abs().max())

@@ -153,12 +153,11 @@ class AheadDrafting:
             row = rows[result.row]
             length = row.table.length - len(row.assumed) + result.accepted
             try:
-                table, copy = self._pool.fork(row.table, length)
+                table, copied = self._pool.fork(row.table, length)
             except OutOfPagesError:
                 break
             forks.append(_Fork(result.row, table, AheadProposal(result.accepted, result.token)))
-            if copy is not None:
-                copies.append(copy)
+            copies += copied
         self._runner.kv.copy_pages(copies)
 
     def _draft(

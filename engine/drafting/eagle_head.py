@@ -80,7 +80,7 @@ class EagleHead:
         if self._kernels is not None and KernelBackend.supports(self._head_dim, page_size):
             return KernelBackend(self._kernels, page_size)
         heads, form = (config.num_attention_heads, config.num_key_value_heads), unrestricted_form(page_size)
-        return MatmulBackend(form, *heads, page_size, kv.pages, self._target.device)
+        return MatmulBackend(form, *heads, page_size, self._target.device)
 
     def features(self, hidden: Tensor) -> Tensor:
         """Of hidden states `[rows, 3 * hidden]`, one layer's after the other's: `[rows, hidden]`."""

@@ -19,11 +19,12 @@ def kv_row_bytes(head_dim: int, element_bytes: int, quantized: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a page mean: native byte order, `shape` [layers, keys and values, heads, positions, elements].
+    """What the bytes of a page mean: native byte order, `shape` [lanes, keys and values, heads, positions, elements].
 
-    Of int8, elements are a position's codes and the bytes of its scale; all codes of a head come before its scales.
-    Of a worker of several `ranks`, a page is one of each rank, in this shape, one after the other. `compute_digest`
-    names the model's weights and, in exact mode, everything else that the bits of KV depend on.
+    A lane is that of a layer, or of one of each group (engine/kv/groups.py). Of int8, elements are a position's codes
+    and the bytes of its scale; all codes of a head come before its scales. Of a worker of several `ranks`, a page is
+    one of each rank, in this shape, one after the other. `compute_digest` names the model's weights and, in exact mode,
+    everything else that the bits of KV depend on.
     """
 
     model_id: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.kv.groups import PageGroup, lanes_of
 from engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
 
 
 class LayerKv:
-    """K and V of one layer: K's `[pages, kv_heads, page_size, head_dim]`, then V's, in one tensor.
+    """K and V of one layer: K's `[pages, kv_heads, page_size, head_dim]`, and V's, which lie behind K's of all layers.
 
     Head by head within a page, so that gathered pages of a sequence are matrices as they stand. With `quantized`, a
     head of a page is int8 codes `[page_size, head_dim]`, and after them float32 scales `[page_size]`
@@ -36,11 +38,8 @@ class LayerKv:
         self.head_dim = head_dim
         self.dtype = dtype
         self.quantized = quantized
-        self.parts: tuple[torch.Tensor, ...]
-        """Elements, or codes and scales, `[2, pages, kv_heads, page_size, ...]`."""
         if not quantized:
-            self.pool = _zeros((2, pages, kv_heads, page_size, head_dim), dtype, device)
-            self.parts = (self.pool,)
+            self._view(_zeros((2, pages, kv_heads, page_size, head_dim), dtype, device))
             return
         if page_size * head_dim % SCALE_BYTES:
             raise ValueError(
@@ -48,12 +47,29 @@ class LayerKv:
                 f"{head_dim} dimensions"
             )
         size = page_size * kv_row_bytes(head_dim, dtype.itemsize, quantized)
-        self.pool = _zeros((2, pages, kv_heads, size), torch.int8, device)
-        self.parts = _codes_and_scales(self.pool, page_size, head_dim)
+        self._view(_zeros((2, pages, kv_heads, size), torch.int8, device))
+
+    def part(self, first: int, pages: int) -> LayerKv:
+        """Some of the pages, which are not copied."""
+        part = copy.copy(self)
+        part._view(self.pool[:, first : first + pages])
+        return part
+
+    def _view(self, pool: torch.Tensor) -> None:
+        self.pool = pool
+        self.parts: tuple[torch.Tensor, ...] = (pool,)
+        """Elements, or codes and scales, `[2, pages, kv_heads, page_size, ...]`."""
+        if self.quantized:
+            self.parts = _codes_and_scales(pool, self.page_size, self.head_dim)
 
     @property
     def pages(self) -> int:
         return self.pool.shape[1]
+
+    @property
+    def value_pages(self) -> int:
+        """How many pages V lies behind K."""
+        return self.pool.stride(0) // self.pool.stride(1)
 
     @property
     def scales(self) -> Sequence[torch.Tensor | None]:
@@ -72,8 +88,8 @@ class LayerKv:
                 part[which].flatten(0, 1).index_put_(places, content)
 
     def gather(self, chunks: torch.Tensor) -> torch.Tensor:
-        """`[chunks, page_size, head_dim]` in the model's dtype: heads of pages, counted through `pool`."""
-        found = self.pool.flatten(0, 2).index_select(0, chunks)
+        """K and V `[2, chunks, page_size, head_dim]` in the model's dtype: heads of pages, counted through K's."""
+        found = self.pool.flatten(1, 2).index_select(1, chunks)
         if not self.quantized:
             return found
         return _expanded(*_codes_and_scales(found, self.page_size, self.head_dim)).to(self.dtype)
@@ -91,7 +107,12 @@ class LayerKv:
 
 
 class PagedKv:
-    """The KV pool of a model, one more page than asked for in every layer: it takes what padding rows write."""
+    """The KV pool of a model, with one more page than asked for: it takes what padding rows write.
+
+    A page has `lanes`, each with room for `page_size` positions of a layer. A layer has one of them, or as many as its
+    group has slices; layers of other groups have the same ones, since a page serves one group at a time. What a layer
+    calls a page is a lane of one: page p of the pool in its slice s is page `p + s * pages` of the layer.
+    """
 
     def __init__(
         self,
@@ -103,48 +124,68 @@ class PagedKv:
         dtype: torch.dtype,
         device: torch.device,
         quantized: bool = False,
+        groups: Sequence[PageGroup] = (PageGroup(),),
     ) -> None:
         """Raises ValueError as `LayerKv` does."""
         self.page_size = page_size
         self.quantized = quantized
         self.pages = pages + 1
         self.padding_slot = pages * page_size
+        self.groups = tuple(groups)
+        self.lanes = lanes_of(groups, layers)
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
-        sizes = (pages + 1, kv_heads, page_size, head_dim)
-        self.layers = [LayerKv(*sizes, dtype, device, quantized) for _ in range(layers)]
+        whole = LayerKv(self.lanes * self.pages, kv_heads, page_size, head_dim, dtype, device, quantized)
+        self._lanes = whole.pool.unflatten(1, (self.lanes, self.pages))
+        self.group_of = [0] * layers
+        """Of each layer, the place of its group."""
+        self.layers = [whole] * layers
+        for place, group in enumerate(groups):
+            size = group.slices * self.pages
+            for number, layer in enumerate(group.layers or range(layers)):
+                self.group_of[layer] = place
+                self.layers[layer] = whole.part(number * size, size)
         self.addresses = (ctypes.c_void_p * layers)(*(layer.pool.data_ptr() for layer in self.layers))
         """Of the layers' pools: what kernels take."""
         self._head_offsets = torch.arange(kv_heads, device=device) * page_size
         self._page_stride = kv_heads * page_size
 
+    @property
+    def value_pages(self) -> int:
+        """How many pages V lies behind K."""
+        return self.lanes * self.pages
+
+    def places(self, group: int, pages: Sequence[int]) -> Sequence[int]:
+        """The pages of the layers of a group that pages of the pool are."""
+        slices = self.groups[group].slices
+        return pages if slices == 1 else [page + part * self.pages for page in pages for part in range(slices)]
+
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """`slots` `[rows]`, positions of the pool counted through its pages, as places of `LayerKv.write`: slot by
-        slot, `[rows * kv_heads]`."""
+        """`slots` `[rows]`, positions of a layer counted through its pages, as places of `LayerKv.write`: slot by slot,
+        `[rows * kv_heads]`."""
         pages, offsets = slots // self.page_size, slots % self.page_size
         return ((pages * self._page_stride + offsets).unsqueeze(1) + self._head_offsets).flatten()
 
     def read_page(self, page: int) -> torch.Tensor:
-        """A copy of a page, `[layers, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
-        return torch.stack([layer.pool[:, page] for layer in self.layers]).cpu()
+        """A copy of a page, `[lanes, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
+        return self._lanes[:, :, page].transpose(0, 1).contiguous().cpu()
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """`content` as from `read_page`."""
-        for layer, part in zip(self.layers, content.to(self.layers[0].pool.device), strict=True):
-            layer.pool[:, page] = part
+        self._lanes[:, :, page] = content.transpose(0, 1).to(self._lanes.device)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole pages, each pair from its first to its second. No page is written that is read as well."""
         if not copies:
             return
-        sources, destinations = torch.tensor(copies, device=self.layers[0].pool.device).unbind(1)
-        for layer in self.layers:
-            layer.pool.index_copy_(1, destinations, layer.pool.index_select(1, sources))
+        sources, destinations = torch.tensor(copies, device=self._lanes.device).unbind(1)
+        self._lanes.index_copy_(2, destinations, self._lanes.index_select(2, sources))
 
-    def scrub(self, pages: Sequence[int], first_offset: int) -> None:
-        """Zeroes the pages, the first of them from position `first_offset` on."""
-        for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):
-            for part in (part for layer in self.layers for part in layer.parts):
-                part[:, list(group), :, offset:] = 0
+    def scrub(self, group: int, places: Sequence[int], first_offset: int) -> None:
+        """Zeroes pages of a group's layers, the first of them from position `first_offset` on."""
+        of_group = [layer for layer, place in zip(self.layers, self.group_of, strict=True) if place == group]
+        for offset, pages in ((first_offset, places[:1]), (0, places[1:])):
+            for part in (part for layer in of_group for part in layer.parts):
+                part[:, list(pages), :, offset:] = 0
 
 
 class PagedKvStore:
@@ -152,7 +193,7 @@ class PagedKvStore:
 
     def __init__(self, kv: PagedKv, model_id: str, compute_digest: bytes) -> None:
         layer, dtype = kv.layers[0], str(kv.layers[0].pool.dtype).removeprefix("torch.")
-        shape = (len(kv.layers), 2, layer.kv_heads, layer.page_size, layer.pool[0, 0, 0].numel() // layer.page_size)
+        shape = (kv.lanes, 2, layer.kv_heads, layer.page_size, layer.pool[0, 0, 0].numel() // layer.page_size)
         self.layout = PageLayout(model_id, dtype, shape, layer.pool.element_size(), compute_digest)
         self._kv = kv
         self._pool = layer.pool

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from engine.kv.groups import PageGroup
 
 PageKey = bytes
 """Names what a full page holds: two pages with equal keys hold the KV of equal tokens after equal tokens."""
@@ -15,25 +18,47 @@ class OutOfPagesError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class PageTable:
-    """One sequence's pages in order, and the number of positions on them that hold valid KV (`length`)."""
+class PageRun:
+    """One sequence's pages for one group of layers, in order, but for the first `freed`, which its window has left."""
 
     pages: list[int] = field(default_factory=list)
+    freed: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.freed + len(self.pages)
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """One sequence's pages, a run for each group of layers, and the number of positions that hold valid KV."""
+
+    runs: list[PageRun] = field(default_factory=lambda: [PageRun()])
     length: int = 0
+
+    @property
+    def pages(self) -> list[int]:
+        """Those of all runs, one after the other."""
+        return self.runs[0].pages if len(self.runs) == 1 else [page for run in self.runs for page in run.pages]
 
 
 class PagePool:
-    """Pages of `page_size` positions with reference counts: full pages may be shared, a last, partial page never is.
+    """Pages with reference counts: full pages may be shared, a last, partial page never is.
 
-    A full page can be given a key, by which others find and share it. It stays known after its last table has dropped
-    it, until it is handed out again: pages without a key go first, since they cannot be found, then those longest free.
+    A page serves one of the `groups` of layers at a time. A full page can be given a key, by which others find and
+    share it. It stays known after its last table has dropped it, until it is handed out again: pages without a key go
+    first, since they cannot be found, then those longest free.
     """
 
-    def __init__(self, total_pages: int, page_size: int) -> None:
+    def __init__(self, total_pages: int, page_size: int, groups: Sequence[PageGroup] = (PageGroup(),)) -> None:
         if total_pages < 1 or page_size < 1:
             raise ValueError(f"total_pages is {total_pages}, page_size is {page_size}: both must be at least 1")
         self.total_pages = total_pages
         self.page_size = page_size
+        self.groups = tuple(groups)
+        self.border = page_size * math.lcm(*(group.slices for group in groups))
+        """At multiples of it, pages of all groups end."""
+        self._spans = [page_size * group.slices for group in groups]
         self._blank = list(range(total_pages - 1, -1, -1))
         self._known_free: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total_pages
@@ -44,65 +69,100 @@ class PagePool:
     def free_pages(self) -> int:
         return len(self._blank) + len(self._known_free)
 
-    def pages_for(self, positions: int) -> int:
-        return -(-positions // self.page_size)
-
     def can_append(self, table: PageTable, positions: int) -> bool:
-        return self.pages_for(table.length + positions) - len(table.pages) <= self.free_pages
+        return self._missing(table, table.length + positions) <= self.free_pages
 
     def append(self, table: PageTable, positions: int) -> None:
         """Makes room for `positions` more and moves `length` past them. Raises OutOfPagesError."""
-        needed = self.pages_for(table.length + positions) - len(table.pages)
+        end = table.length + positions
+        needed = self._missing(table, end)
         if needed > self.free_pages:
             raise OutOfPagesError(f"{needed} more pages needed, {self.free_pages} of {self.total_pages} are free")
-        for _ in range(needed):
-            page = self._hand_out()
-            self._references[page] = 1
-            table.pages.append(page)
-        table.length += positions
+        if needed:
+            for span, run in zip(self._spans, self._runs(table), strict=True):
+                run.pages += [self._hand_out() for _ in range(run.end, -(-end // span))]
+        table.length = end
 
-    def fork(self, table: PageTable, length: int) -> tuple[PageTable, tuple[int, int] | None]:
+    def take(self, table: PageTable, length: int) -> None:
+        """Makes room in an empty table for `length` positions, but for those that windows have left by then. Raises
+        OutOfPagesError."""
+        for group, span, run in zip(self.groups, self._spans, self._runs(table), strict=True):
+            run.freed = group.left_behind(length) // span
+        try:
+            self.append(table, length)
+        except OutOfPagesError:
+            self.free(table)
+            raise
+
+    def trim(self, table: PageTable, length: int) -> None:
+        """Frees the pages that no position from `length` on sees. The table is never cut below `length` then, unless
+        to nothing."""
+        for group, span, run in zip(self.groups, self._spans, table.runs, strict=False):
+            left = group.left_behind(length) // span - run.freed
+            if left > 0:
+                for page in run.pages[:left]:
+                    self._drop(page)
+                del run.pages[:left]
+                run.freed += left
+
+    def fork(self, table: PageTable, length: int) -> tuple[PageTable, list[tuple[int, int]]]:
         """A new table with the first `length` positions of `table`. Full pages are shared. In place of a page of which
-        it takes a part, it has one of its own: the pair says from which page to which one the KV is to be copied.
+        it takes a part, it has one of its own: the pairs say from which page to which one the KV is to be copied.
 
         Raises OutOfPagesError, and ValueError for a length beyond the table's.
         """
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
-        whole, rest = divmod(length, self.page_size)
-        if rest and not self.free_pages:
-            raise OutOfPagesError(f"1 more page needed, 0 of {self.total_pages} are free")
-        fork = PageTable(table.pages[:whole], length - rest)
-        for page in fork.pages:
-            self._references[page] += 1
-        if not rest:
-            return fork, None
-        self.append(fork, rest)
-        return fork, (table.pages[whole], fork.pages[whole])
+        parts = sum(length % span > 0 for span in self._spans)
+        if parts > self.free_pages:
+            raise OutOfPagesError(f"{parts} more pages needed, {self.free_pages} of {self.total_pages} are free")
+        fork, copies = PageTable([], length), []
+        for span, run in zip(self._spans, self._runs(table), strict=True):
+            whole = length // span - run.freed
+            pages = run.pages[:whole]
+            for page in pages:
+                self._references[page] += 1
+            if length % span:
+                pages.append(self._hand_out())
+                copies.append((run.pages[whole], pages[whole]))
+            fork.runs.append(PageRun(pages, run.freed))
+        return fork, copies
 
     def truncate(self, table: PageTable, length: int) -> None:
         """Drops the positions from `length` on, and the pages that hold none any more.
 
         A page cut within loses its key, for an append would write to it. Raises ValueError where another table shares
-        that page; `writable_length` says how far one must go back instead.
+        that page, or a window has left pages that it would see; `writable_length` says how far to go back instead.
         """
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
         if self.writable_length(table, length) != length:
-            raise ValueError(f"length is {length}, must not lie inside a page that is shared")
-        keep = self.pages_for(length)
-        if length % self.page_size:
-            self.forget(table.pages[keep - 1])
-        # The last pages are handed out first: the front of a prefix serves more sequences than its end.
-        for page in reversed(table.pages[keep:]):
-            self._drop(page)
-        del table.pages[keep:]
+            raise ValueError(f"length is {length}, must not lie inside a page that is shared or before freed ones")
+        for span, run in zip(self._spans, table.runs, strict=False):
+            if not length:
+                keep = run.freed = 0
+            else:
+                keep = -(-length // span) - run.freed
+            if length % span:
+                self.forget(run.pages[keep - 1])
+            # The last pages are handed out first: the front of a prefix serves more sequences than its end.
+            for page in reversed(run.pages[keep:]):
+                self._drop(page)
+            del run.pages[keep:]
         table.length = length
 
     def writable_length(self, table: PageTable, length: int) -> int:
-        """`length`, or the border before it where it lies inside a page that another table shares."""
-        whole, rest = divmod(length, self.page_size)
-        return length - rest if rest and self._references[table.pages[whole]] > 1 else length
+        """`length`, or the border before it where it lies inside a page that another table shares; 0 where a window has
+        left pages that it would see."""
+        for border in (length, length - length % self.border):
+            runs = list(zip(self.groups, self._spans, table.runs, strict=False))
+            if any(run.freed * span > group.left_behind(border) for group, span, run in runs):
+                return 0
+            if not any(
+                border % span and self._references[run.pages[border // span - run.freed]] > 1 for _, span, run in runs
+            ):
+                break
+        return border
 
     def free(self, table: PageTable) -> None:
         self.truncate(table, 0)
@@ -115,6 +175,13 @@ class PagePool:
             self._keys[page] = key
             self._by_key[key] = page
 
+    def publish(self, table: PageTable, keys: Sequence[PageKey], first: int) -> None:
+        """Gives a table's pages past the first `first * page_size` positions their keys; `keys[n]` names the first
+        `n * page_size` positions."""
+        for place, (group, run) in enumerate(zip(self.groups, self._runs(table), strict=True)):
+            for page in range(max(first // group.slices, run.freed), (len(keys) - 1) // group.slices):
+                self.remember(run.pages[page - run.freed], _key_of(place, keys[(page + 1) * group.slices]))
+
     def forget(self, page: int) -> None:
         """Takes a page's key away: tables that share the page keep it, but it is not found any more."""
         key = self._keys[page]
@@ -126,35 +193,67 @@ class PagePool:
             del self._known_free[page]
             self._blank.append(page)
 
-    def share(self, table: PageTable, keys: Iterable[PageKey]) -> int:
-        """Appends the pages known by `keys`, up to the first that is not known; returns their number.
+    def share(self, table: PageTable, key: Callable[[int], PageKey], most: int) -> None:
+        """Appends known pages, as far as there are all that positions after them see, and at most up to position
+        `most * page_size`. `key(n)` names the first `n * page_size` positions; it is asked for ascending ones.
 
-        Raises ValueError for a table that ends within a page.
+        Raises ValueError for a table that does not end at a `border`.
         """
-        if table.length % self.page_size:
-            raise ValueError(f"length is {table.length}, must be a multiple of the page size {self.page_size}")
-        before = len(table.pages)
-        for key in keys:
-            page = self._by_key.get(key)
-            if page is None:
+        if table.length % self.border:
+            raise ValueError(f"length is {table.length}, must be a multiple of {self.border}")
+        start, step = table.length // self.page_size, self.border // self.page_size
+        # Of each group, where the pages begin that are known up to the last one looked at.
+        known_from = [run.freed for run in self._runs(table)]
+        found: list[list[int]] = [[] for _ in self.groups]
+        best = start
+        for end in range(start + step, most + 1, step):
+            for place, group in enumerate(self.groups):
+                for page in range((end - step) // group.slices, end // group.slices):
+                    known = self._by_key.get(_key_of(place, key((page + 1) * group.slices)))
+                    found[place].append(-1 if known is None else known)
+                    if known is None:
+                        known_from[place] = page + 1
+            if all(
+                first * span <= group.left_behind(end * self.page_size)
+                for group, span, first in zip(self.groups, self._spans, known_from, strict=True)
+            ):
+                best = end
+            elif start or any(first for group, first in zip(self.groups, known_from, strict=True) if not group.window):
+                # Later pages could do where all layers have windows; what that costs is worth it once.
                 break
-            self._known_free.pop(page, None)
-            self._references[page] += 1
-            table.pages.append(page)
-            table.length += self.page_size
-        return len(table.pages) - before
+        if best > start:
+            self._append_known(table, found, best)
+
+    def _append_known(self, table: PageTable, found: Sequence[Sequence[int]], end: int) -> None:
+        """`found`: of each group, pages that follow the table's."""
+        table.length = end * self.page_size
+        for group, span, run, pages in zip(self.groups, self._spans, table.runs, found, strict=True):
+            first = group.left_behind(table.length) // span
+            taken = pages[max(0, first - run.end) : end // group.slices - run.end]
+            for page in taken:
+                self._known_free.pop(page, None)
+                self._references[page] += 1
+            if first > run.end:
+                for page in run.pages:
+                    self._drop(page)
+                run.pages, run.freed = [], first
+            run.pages += taken
+        self.trim(table, table.length)
 
     def check_conservation(self, tables: list[PageTable]) -> None:
         """Raises RuntimeError unless every page is free once, or referred to as often as `tables` (all of them) say,
         and every key leads to one page, which no table may write to."""
         expected = [0] * self.total_pages
         for table in tables:
-            if len(table.pages) < self.pages_for(table.length):
+            if self._missing(table, table.length):
                 raise RuntimeError(f"a table of {table.length} positions has only {len(table.pages)} pages")
-            for place, page in enumerate(table.pages):
-                expected[page] += 1
-                if self._keys[page] is not None and (place + 1) * self.page_size > table.length:
-                    raise RuntimeError(f"page {page} has a key and is not full in a table of {table.length} positions")
+            for span, run in zip(self._spans, table.runs, strict=False):
+                for place, page in enumerate(run.pages, run.freed):
+                    expected[page] += 1
+                    if self._keys[page] is not None and (place + 1) * span > table.length:
+                        raise RuntimeError(
+                            f"page {page} has a key and is not full in a table of {table.length} positions"
+                        )
         wrong = [page for page in range(self.total_pages) if expected[page] != self._references[page]]
         free = {*self._blank, *self._known_free}
         if (
@@ -171,11 +270,24 @@ class PagePool:
         ):
             raise RuntimeError("a free page is filed wrongly")
 
+    def _runs(self, table: PageTable) -> list[PageRun]:
+        while len(table.runs) < len(self.groups):
+            table.runs.append(PageRun())
+        return table.runs
+
+    def _missing(self, table: PageTable, length: int) -> int:
+        """Pages that the table needs to hold `length` positions, beyond those that it has."""
+        return sum(
+            max(0, -(-length // span) - run.end) for span, run in zip(self._spans, self._runs(table), strict=True)
+        )
+
     def _hand_out(self) -> int:
         if self._blank:
-            return self._blank.pop()
-        page, _ = self._known_free.popitem(last=False)
-        self.forget(page)
+            page = self._blank.pop()
+        else:
+            page, _ = self._known_free.popitem(last=False)
+            self.forget(page)
+        self._references[page] = 1
         return page
 
     def _drop(self, page: int) -> None:
@@ -185,3 +297,8 @@ class PagePool:
                 self._blank.append(page)
             else:
                 self._known_free[page] = None
+
+
+def _key_of(group: int, key: PageKey) -> PageKey:
+    """A page of another group holds the KV of other layers."""
+    return key + bytes((group,)) if group else key

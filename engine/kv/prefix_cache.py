@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.kv.pages import PageKey, PagePool, PageTable
 
@@ -32,16 +32,21 @@ class PrefixCache:
         self._pool = pool
 
     def share(self, table: PageTable, keys: list[PageKey], tokens: Sequence[int], limit: int) -> int:
-        """Appends known pages of `tokens` to a table that holds the first of them and ends at a page's border, no
+        """Appends known pages of `tokens` to a table that holds the first of them and ends at a border of the pool, no
         further than position `limit`; returns the number of positions taken over."""
-        size = self._pool.page_size
-        most = limit // size
-        if table.length % size or most <= table.length // size:
+        size, before = self._pool.page_size, table.length
+        most = limit // self._pool.border * self._pool.border
+        if before % self._pool.border or most <= before:
             return 0
+
+        def key(pages: int) -> PageKey:
+            self._complete(keys, tokens, pages)
+            return keys[pages]
+
+        self._pool.share(table, key, most // size)
         self._complete(keys, tokens, table.length // size)
-        shared = self._pool.share(table, self._following(keys, tokens, most))
-        del keys[len(table.pages) + 1 :]
-        return shared * size
+        del keys[table.length // size + 1 :]
+        return table.length - before
 
     def register(self, table: PageTable, keys: list[PageKey], tokens: Sequence[int], length: int) -> None:
         """Lets others find the pages that the first `length` tokens fill. `tokens` are those whose KV the table holds;
@@ -49,8 +54,7 @@ class PrefixCache:
         first, full = len(keys) - 1, length // self._pool.page_size
         if first < full:
             self._complete(keys, tokens, full)
-            for page, key in zip(table.pages[first:full], keys[first + 1 :], strict=True):
-                self._pool.remember(page, key)
+            self._pool.publish(table, keys, first)
 
     def forget(self, table: PageTable) -> None:
         """Nobody is to find the pages of a table whose KV is not trusted."""
@@ -58,13 +62,8 @@ class PrefixCache:
             self._pool.forget(page)
 
     def _complete(self, keys: list[PageKey], tokens: Sequence[int], pages: int) -> None:
-        for _ in self._following(keys, tokens, pages):
-            pass
-
-    def _following(self, keys: list[PageKey], tokens: Sequence[int], pages: int) -> Iterator[PageKey]:
-        """Appends keys until there are `pages` of them, one at a time."""
+        """Appends keys until there are `pages` of them."""
         size = self._pool.page_size
         while len(keys) <= pages:
             start = (len(keys) - 1) * size
             keys.append(page_key(keys[-1], tokens[start : start + size]))
-            yield keys[-1]

@@ -149,12 +149,14 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
             module.rope_type = "default"
 
 
-def check_passes(runner: ModelRunner, pool: PagePool) -> None:
+def check_passes(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
     """Refuses a model that fails in a pass and, unless its family is proved, one that computes something else than
-    without pages. `pool` has `PROBED_PAGES` free pages of the runner's KV. Raises UnsupportedModelError."""
+    without pages. Gives the windows of its layers, None for those that see everything.
+
+    `pool` has `PROBED_PAGES` free pages of the runner's KV. Raises UnsupportedModelError."""
     model = runner.model
     family = model.config.model_type
-    counted = _CountedAttention(runner.backend)
+    counted = _CountedAttention(runner.backend, runner.kv.layers)
     counting = ModelRunner(model, runner.kv, counted, runner.row_counts, lead=runner.lead)
     try:
         logits = _paged_logits(counting, pool)
@@ -164,10 +166,10 @@ def check_passes(runner: ModelRunner, pool: PagePool) -> None:
     except Exception as error:
         raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
     if family in PROVED_FAMILIES:
-        return
-    if counted.windows:
+        return tuple(counted.windows)
+    if found := {window for window in counted.windows if window is not None}:
         # The sequences that are compared below may be too short for them.
-        windows = ", ".join(map(str, sorted(counted.windows)))
+        windows = ", ".join(map(str, sorted(found)))
         raise UnsupportedModelError(f"{family} attends to windows of {windows} positions, which was not proved for it")
     if counted.calls != counted.plans * len(runner.kv.layers):
         raise UnsupportedModelError(
@@ -186,6 +188,7 @@ def check_passes(runner: ModelRunner, pool: PagePool) -> None:
             f"{family} computes other logits on paged KV than by itself: they are {difference:.2g} of their spread "
             f"apart, must be at most {_TOLERANCE:g}"
         )
+    return tuple(counted.windows)
 
 
 # Each sequence by the pieces that it is fed in: one is continued beside another, at other positions.
@@ -222,13 +225,14 @@ def _own_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 class _CountedAttention:
-    """A backend, and how often, and with which windows, its plans attended."""
+    """A backend, how often its plans attended, and with which window in each layer."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, layers: Sequence[LayerKv]) -> None:
         self._backend = backend
+        self.layers = layers
         self.plans = 0
         self.calls = 0
-        self.windows: set[int] = set()
+        self.windows: list[int | None] = [None] * len(layers)
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
         self.plans += 1
@@ -242,6 +246,5 @@ class _CountedPlan:
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         self._counted.calls += 1
-        if rule.window is not None:
-            self._counted.windows.add(rule.window)
+        self._counted.windows[self._counted.layers.index(layer)] = rule.window
         return self._plan.attend(layer, query, rule)

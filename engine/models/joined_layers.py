@@ -62,7 +62,7 @@ class JoinedAttention(nn.Module):
         rotated = exact.to(heads.dtype)
         paged_step.write(self._layer, rotated[:, self._query_heads :], heads[:, self._rotated_heads :])
         queries = rotated[:, : self._query_heads]
-        output = paged_step.plan.attend(paged_step.kv.layers[self._layer], queries, self._rule)
+        output = paged_step.attend(self._layer, queries, self._rule)
         return self._out(output.flatten(1)).unsqueeze(0), None
 
 

@@ -13,6 +13,7 @@ from engine.cpu.attention import KernelBackend
 from engine.cpu.fused_layers import fuse_layers
 from engine.cpu.kernels import CpuKernels
 from engine.cuda.setup import GpuPasses
+from engine.kv.groups import windows_of
 from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
@@ -36,9 +37,9 @@ class KvShape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(config.num_hidden_layers, kv_heads, head_dim)
 
-    def bytes_per_token(self, dtype: torch.dtype, quantized: bool = False) -> int:
-        """Of KV in `dtype`, or as codes."""
-        return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, dtype.itemsize, quantized)
+    def bytes_of_layer(self, dtype: torch.dtype, quantized: bool = False) -> int:
+        """For each token, of KV in `dtype`, or as codes."""
+        return 2 * self.kv_heads * kv_row_bytes(self.head_dim, dtype.itemsize, quantized)
 
 
 def attention_name(backend: AttentionBackend) -> str:
@@ -52,7 +53,8 @@ class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
     is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
     `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
-    is a part of the whole. `quantization`: of its weights, in a word. `quantized_kv`: whether KV is kept as codes."""
+    is a part of the whole. `quantization`: of its weights, in a word. `quantized_kv`: whether KV is kept as codes.
+    `windows`: of its layers, None for those that see everything; empty as long as they are not known."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -63,6 +65,7 @@ class LoadedModel:
     lead: Lead | None = None
     quantization: str = "none"
     quantized_kv: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def kernel_identity(self) -> str | None:
@@ -96,7 +99,8 @@ class LoadedModel:
     def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
         model, page_size = self.model, pool.page_size
         if self.lead is not None:
-            self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, form, tuple(row_counts)))
+            windows = windows_of(pool.groups)
+            self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, windows, form, tuple(row_counts)))
         shape = KvShape.of(model.config)
         kv = PagedKv(
             shape.layers,
@@ -107,6 +111,7 @@ class LoadedModel:
             model.dtype,
             model.device,
             self.quantized_kv,
+            pool.groups,
         )
         graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
         return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)
@@ -121,4 +126,4 @@ class LoadedModel:
             return self.gpu.backend(kv.page_size)
         heads, model = self.model.config.num_attention_heads, self.model
         form = form or unrestricted_form(kv.page_size)
-        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.device)
+        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, model.device)

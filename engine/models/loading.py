@@ -28,6 +28,7 @@ from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProc
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.exactness.fingerprint import fingerprint_parts, folder_parts, memory_parts, weight_sample
+from engine.kv.groups import lanes_of, page_groups
 from engine.kv.kv_store import KvStore
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
@@ -65,6 +66,7 @@ from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from scheduler.messages import Role
+from scheduler.page_counts import PageCounts
 from scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -140,7 +142,7 @@ def _target_engine(
     head: EagleHead | None = None,
 ) -> TargetEngine:
     """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
-    _check_passes(loaded, settings)
+    loaded = replace(loaded, windows=_check_passes(loaded, settings))
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
     loaded.replace_layers(settings.page_size)
@@ -164,7 +166,7 @@ def _target_engine(
 def _draft_engine(
     loaded: LoadedModel, settings: EngineSettings, progress: Progress, token_ids: torch.Tensor | None = None
 ) -> DraftEngine:
-    _check_passes(loaded, settings)
+    loaded = replace(loaded, windows=_check_passes(loaded, settings))
     if token_ids is not None:
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
         token_ids = token_ids.to(loaded.model.device)
@@ -380,14 +382,17 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
     return scan
 
 
-def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
+def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | None, ...]:
+    """Gives the windows of the layers."""
     if loaded.quantization != NOT_QUANTIZED:
         # Its family is a proved one, and a trial would expand all weights several times.
-        return
+        attentions = [module for module in loaded.model.modules() if hasattr(module, "scaling")]
+        windows = {module.layer_idx: getattr(module, "sliding_window", None) for module in attentions}
+        return tuple(windows[layer] for layer in range(KvShape.of(loaded.model.config).layers))
     pool = PagePool(PROBED_PAGES, settings.page_size)
     # Compared with the model's own attention, which rounds no KV.
     loaded = replace(loaded, quantized_kv=False)
-    check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
+    return check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -475,15 +480,25 @@ def _assemble(
     loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: EagleHead | None = None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
-    bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype, loaded.quantized_kv)
-    page_bytes = bytes_per_token * settings.page_size
+    longest, shape = _positions(loaded.model.config), KvShape.of(model.config)
+    longest = min(longest, settings.max_model_len or longest)
+    # A drafting head has its KV on the same pages, and sees everything.
+    windows = [None if head is not None or (window or longest) >= longest else window for window in loaded.windows]
+    groups = page_groups(windows)
+    lanes, of_a_layer = lanes_of(groups, shape.layers), shape.bytes_of_layer(model.dtype, loaded.quantized_kv)
+    page_bytes = lanes * of_a_layer * settings.page_size
     page_bytes += 0 if head is None else head.bytes_per_page(settings.page_size)
     pages = settings.kv_pages or max(1, _kv_bytes(settings, loaded, 0 if head is None else head.nbytes) // page_bytes)
-    pool = PagePool(pages, settings.page_size)
+    pool = PagePool(pages, settings.page_size, groups)
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
     row_counts = exact_row_counts or candidate_row_counts(settings.max_num_batched_tokens)
     runner = loaded.runner(pool, shapes.attention if shapes else loaded.unrestricted_form(pool.page_size), row_counts)
+    spans = tuple(settings.page_size * group.slices for group in groups)
+    counts = PageCounts(spans, tuple(group.window or 0 for group in groups), row_counts[-1])
+    longest = counts.longest(pages, longest)
+    if not longest:
+        raise UnsupportedModelError(f"KV has {pages} pages, must have at least {len(groups)}")
     description = EngineDescription(
         model_id=settings.model,
         tokenizer_digest=vocabulary.digest,
@@ -494,20 +509,17 @@ def _assemble(
         device=str(model.device),
         page_size=settings.page_size,
         total_pages=pages,
-        max_sequence_length=_max_sequence_length(loaded, settings, pages),
+        max_sequence_length=longest,
         max_num_batched_tokens=row_counts[-1],
         exact_row_counts=exact_row_counts,
         threads=torch.get_num_threads(),
-        kv_bytes_per_token=bytes_per_token * settings.tensor_parallel_size,
+        kv_bytes_per_token=page_bytes * counts.pages_for(longest) // longest * settings.tensor_parallel_size,
+        page_spans=counts.spans,
+        page_windows=counts.windows,
         attention=attention_name(runner.backend),
         head_id="" if head is None else head.name,
     )
     return description, runner, pool
-
-
-def _max_sequence_length(loaded: LoadedModel, settings: EngineSettings, pages: int) -> int:
-    longest = _positions(loaded.model.config)
-    return min(longest, settings.max_model_len or longest, pages * settings.page_size)
 
 
 def _positions(config: PreTrainedConfig) -> int:
@@ -591,8 +603,9 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
         return None
     ranks = settings.tensor_parallel_size
     rows, quantization = settings.max_num_batched_tokens, settings.quantization
+    quantized_kv, longest = settings.quantized_kv, settings.max_model_len
     own = model_memory(
-        role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=settings.quantized_kv
+        role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=quantized_kv, max_model_len=longest
     )
     here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]

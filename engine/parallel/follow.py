@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.errors import one_line
+from engine.kv.groups import page_groups
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool
 from engine.models.loaded_model import LoadedModel
@@ -30,7 +31,8 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
         if order == Order.NEW_RUNNER:
             runner = None  # its pages go before those of the next come
             plan = plan_from_numbers(numbers)
-            runner = loaded.runner(PagePool(plan.pages, plan.page_size), plan.form, plan.row_counts)
+            pool = PagePool(plan.pages, plan.page_size, page_groups(plan.windows))
+            runner = loaded.runner(pool, plan.form, plan.row_counts)
         elif runner is None:
             raise RuntimeError(f"order {order} came before the first runner")
         else:
@@ -42,7 +44,8 @@ def _do(order: Order, numbers: Sequence[int], runner: ModelRunner, ranks: Ranks)
         runner.run(list(pass_from_numbers(numbers)))
         return
     if order is Order.SCRUB:
-        runner.kv.scrub(numbers[1:], numbers[0])
+        group, first_offset, *places = numbers
+        runner.kv.scrub(group, places, first_offset)
         return
     store = PagedKvStore(runner.kv, "", b"")
     size = store.layout.page_bytes

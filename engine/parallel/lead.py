@@ -34,13 +34,13 @@ class Lead:
             pass
 
     @contextmanager
-    def passing(self, sequences: Sequence[BatchedSequence], page_size: int) -> Iterator[None]:
+    def passing(self, sequences: Sequence[BatchedSequence]) -> Iterator[None]:
         """Around a pass over the sequences."""
-        with self._together(Order.PASS, pass_to_numbers(sequences, page_size)):
+        with self._together(Order.PASS, pass_to_numbers(sequences)):
             yield
 
-    def scrub(self, pages: Sequence[int], first_offset: int) -> None:
-        with self._together(Order.SCRUB, [first_offset, *pages]):
+    def scrub(self, group: int, places: Sequence[int], first_offset: int) -> None:
+        with self._together(Order.SCRUB, [group, first_offset, *places]):
             pass
 
     def read_page(self, page: int, own: bytes) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.attention.backends import AttentionBackend
-from engine.attention.paged_step import PagedStep
+from engine.attention.paged_step import GroupStep, PagedStep
 from engine.cpu.fused_layers import KernelDecoder
 from engine.kv.paged_kv import PagedKv
 from engine.passes.device import on_device
@@ -31,13 +32,14 @@ class EagerPasses:
         # A pass that wants no logits (prefill chunks alone) still pays for the smallest head call.
         wanted = len(batch.logits_rows)
         logits_rows = [*batch.logits_rows, *[0] * (self._padded(max(wanted, 1)) - wanted)]
-        numbers = [*batch.tokens, *batch.positions, *batch.slots, *logits_rows]
-        sizes = [*[batch.padded_rows] * 3, len(logits_rows)]
-        tokens, positions, slots, head_rows = on_device(numbers, self._device).split(sizes)
+        numbers = [*batch.tokens, *batch.positions, *chain(*batch.slots), *logits_rows]
+        sizes = [*[batch.padded_rows] * (2 + len(batch.slots)), len(logits_rows)]
+        tokens, positions, *slots, head_rows = on_device(numbers, self._device).split(sizes)
         if batch.fed is not None:
             tokens[: len(batch.fed)].copy_(batch.fed)
         started = time.perf_counter()
-        step = PagedStep(self._kv, slots, self._backend.plan(batch.spans, batch.padded_rows))
+        plans = [self._backend.plan(spans, batch.padded_rows) for spans in batch.spans]
+        step = PagedStep(self._kv, list(map(GroupStep, slots, plans)))
         planning = time.perf_counter() - started
         return PreparedPass(lambda: forward(self._model, tokens, positions, head_rows, step)[:wanted], planning)
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, Span
-from engine.attention.paged_step import PagedStep
+from engine.attention.backends import AttentionBackend, AttentionPlan, Span, tile_pages
+from engine.attention.paged_step import GroupStep, PagedStep
 from engine.kv.paged_kv import PagedKv
 from engine.passes.device import current
 from engine.passes.eager import forward
@@ -39,8 +39,8 @@ class NumberedBackend(AttentionBackend, Protocol):
         ...
 
 
-# Numbers for each row: token, position, slot, place in the logits.
-_ROW_NUMBERS = 4
+# Numbers for each row: token, position, place in the logits; and a slot for each group of layers.
+_ROW_NUMBERS = 3
 
 
 class GraphedPasses:
@@ -50,6 +50,7 @@ class GraphedPasses:
     def __init__(self, model: PreTrainedModel, kv: PagedKv, backend: NumberedBackend, capture: Capture) -> None:
         self._model = model
         self._kv = kv
+        self._groups = len(kv.groups)
         self._backend = backend
         self._capture = capture
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -72,7 +73,8 @@ class GraphedPasses:
                         size = sum(self._sizes(rows))
                         self._inputs = torch.zeros(size, dtype=torch.int64, device=self._model.device)
                     # A pass of padding alone.
-                    self._write([(), (), [self._kv.padding_slot] * rows, (), ()], self._sizes(rows))
+                    slots, plans = [[self._kv.padding_slot] * rows] * self._groups, [()] * self._groups
+                    self._write([*[()] * _ROW_NUMBERS, *slots, *plans], self._sizes(rows))
                     if not self._graphs:
                         self._logits = torch.empty_like(self._computed(rows))
                     self._graphs[rows] = self._captured(rows)
@@ -97,14 +99,14 @@ class GraphedPasses:
         if rows not in self._graphs:
             return None
         started = time.perf_counter()
-        plan = self._backend.numbers(batch.spans)
+        plans = [self._backend.numbers(spans) for spans in batch.spans]
         planning = time.perf_counter() - started
-        numbers = (batch.tokens, batch.positions, batch.slots, batch.logits_rows, plan)
+        numbers = (batch.tokens, batch.positions, batch.logits_rows, *batch.slots, *plans)
         sizes = self._sizes(rows)
         # Where sequences share pages, their lists can be longer than the pool has pages.
         if any(len(part) > size for part, size in zip(numbers, sizes, strict=True)):
             return None
-        self._write(numbers, [*sizes[:-1], len(plan)])
+        self._write(numbers, [*sizes[:-1], len(plans[-1])])
         if batch.fed is not None:
             self._inputs[: len(batch.fed)].copy_(batch.fed)
 
@@ -115,7 +117,9 @@ class GraphedPasses:
         return PreparedPass(compute, planning)
 
     def _sizes(self, rows: int) -> list[int]:
-        return [*[rows] * _ROW_NUMBERS, self._backend.max_numbers(rows, self._kv.pages)]
+        kept = self._kv.pages + rows * tile_pages(self._kv.page_size)
+        plans = [self._backend.max_numbers(rows, group.slices * kept) for group in self._kv.groups]
+        return [*[rows] * (_ROW_NUMBERS + self._groups), *plans]
 
     def _write(self, parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         """One part of the inputs after the other, each with zeros up to its size."""
@@ -135,9 +139,10 @@ class GraphedPasses:
 
     def _computed(self, rows: int) -> torch.Tensor:
         sizes = self._sizes(rows)
-        tokens, positions, slots, logits_rows, numbers = self._inputs[: sum(sizes)].split(sizes)
-        plan = self._backend.plan_of(numbers)
-        return forward(self._model, tokens, positions, logits_rows, PagedStep(self._kv, slots, plan))
+        tokens, positions, logits_rows, *others = self._inputs[: sum(sizes)].split(sizes)
+        plans = map(self._backend.plan_of, others[self._groups :])
+        step = PagedStep(self._kv, list(map(GroupStep, others, plans)))
+        return forward(self._model, tokens, positions, logits_rows, step)
 
 
 class CudaCapture:

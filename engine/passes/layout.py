@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backends import Span
+from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PageTable
 
 
@@ -24,15 +25,16 @@ class BatchedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """`tokens`, their `positions` and the `slots` of their K/V, all padded to one row count; `logits_rows` are the rows
-    of which logits are wanted: first the last rows of each sequence, then the scored ones of each. `spans` hold the
-    first `rows` rows, the real ones. `fed` are tokens on the device that take the places of the first `tokens`."""
+    """`tokens`, their `positions` and, for each group of layers, the `slots` of their K/V, all padded to one row count;
+    `logits_rows` are the rows of which logits are wanted: first the last rows of each sequence, then the scored ones of
+    each. `spans`, of each group, hold the first `rows` rows, the real ones. `fed` are tokens on the device that take
+    the places of the first `tokens`."""
 
     tokens: list[int]
     positions: list[int]
-    slots: list[int]
+    slots: list[list[int]]
     logits_rows: list[int]
-    spans: list[Span]
+    spans: list[list[Span]]
     rows: int
     fed: torch.Tensor | None = None
 
@@ -40,33 +42,35 @@ class TokenBatch:
     def of(
         cls,
         sequences: Sequence[BatchedSequence],
-        page_size: int,
-        padding_slot: int,
+        kv: PagedKv,
         padded: Callable[[int], int],
         fed: torch.Tensor | None = None,
     ) -> TokenBatch:
-        """`padded` gives the row count that a number of rows runs on; padding rows write to `padding_slot`."""
+        """`padded` gives the row count that a number of rows runs on."""
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
-        spans: list[Span] = []
+        slots: list[list[int]] = [[] for _ in kv.groups]
+        spans: list[list[Span]] = [[] for _ in kv.groups]
+        size = kv.page_size
         logits_rows: list[int] = []
         scored_rows: list[int] = []
         for sequence in sequences:
             count = len(sequence.tokens)
             start = sequence.table.length - count
-            pages = sequence.table.pages
-            spans.append(Span(len(tokens), count, start, pages))
+            for place, (group, run) in enumerate(zip(kv.groups, sequence.table.runs, strict=True)):
+                pages, freed = kv.places(place, run.pages), run.freed * group.slices
+                spans[place].append(Span(len(tokens), count, start, pages, freed))
+                slots[place].extend(pages[p // size - freed] * size + p % size for p in range(start, start + count))
             scored_rows.extend(len(tokens) + place for place in sequence.scored)
             tokens.extend(sequence.tokens)
             positions.extend(range(start, start + count))
-            slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, start + count))
             logits_rows.extend(range(len(tokens) - sequence.logits, len(tokens)))
         rows = len(tokens)
         padding = padded(rows) - rows
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
-        slots.extend([padding_slot] * padding)
+        for each in slots:
+            each.extend([kv.padding_slot] * padding)
         return cls(tokens, positions, slots, logits_rows + scored_rows, spans, rows, fed)
 
     @property
@@ -76,7 +80,7 @@ class TokenBatch:
     @property
     def is_ragged(self) -> bool:
         """Whether sequences differ in length or in rows."""
-        return len({(span.start, span.rows) for span in self.spans}) > 1
+        return len({(span.start, span.rows) for span in self.spans[0]}) > 1
 
 
 @dataclass(frozen=True, slots=True)

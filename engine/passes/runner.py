@@ -74,10 +74,12 @@ class ModelRunner:
 
     def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
         """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
-        pages, offset = table.pages[length // pool.page_size :], length % pool.page_size
-        if self.lead is not None:
-            self.lead.scrub(pages, offset)
-        self.kv.scrub(pages, offset)
+        for group, run in enumerate(table.runs):
+            first = length // pool.page_size - run.freed * pool.groups[group].slices
+            places, offset = self.kv.places(group, run.pages)[first:], length % pool.page_size
+            if self.lead is not None:
+                self.lead.scrub(group, places, offset)
+            self.kv.scrub(group, places, offset)
         pool.truncate(table, length)
 
     @torch.inference_mode()
@@ -90,8 +92,8 @@ class ModelRunner:
         """Computes a pass, or starts to: on a GPU, reading the logits waits for it. `fed` as in TokenBatch; not where
         there are other ranks."""
         started = time.perf_counter()
-        batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self._pass_rows, fed)
-        together = nullcontext() if self.lead is None else self.lead.passing(sequences, self.kv.page_size)
+        batch = TokenBatch.of(sequences, self.kv, self._pass_rows, fed)
+        together = nullcontext() if self.lead is None else self.lead.passing(sequences)
         with self._current_device, together:
             graphed = None if self.graphs is None else self.graphs.prepare(batch)
             prepared = graphed or self._eager.prepare(batch)

@@ -96,7 +96,7 @@ class DraftPlanner:
                 continue
             if kv_lag > room:
                 break
-            short = length + planned > entry.pages * draft.page_size
+            short = length + planned > entry.room
             if short and not self._make_room(draft, sequence, entry, length + planned, now):
                 continue
             if kv_lag > STEADY_KV_LAG:

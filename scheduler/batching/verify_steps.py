@@ -131,7 +131,7 @@ class TargetPlanner:
                 continue  # it gave its pages to one before it
             sequence_id, length = sequence.sequence_id, sequence.length
             entry = target.kv[sequence_id]
-            short = length + drafted > entry.pages * target.page_size
+            short = length + drafted > entry.room
             if short and not self._make_room(target, sequence, entry, length + drafted):
                 continue
             ahead = self._lifecycle.to_propose(sequence) if target.has_head else 0

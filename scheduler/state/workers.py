@@ -20,6 +20,7 @@ from scheduler.messages import (
     TokenLogprobs,
     WorkerSpec,
 )
+from scheduler.page_counts import PageCounts
 from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.speculation.goodput import DraftFigures, TargetFigures
 from scheduler.state.digests import DigestedTokens
@@ -171,7 +172,7 @@ class KvMove:
 @dataclass(slots=True)
 class KvEntry:
     """One sequence's KV on one worker: `valid` committed positions, then `ahead` positions of a pending proposal, with
-    at least as many `pages` reserved as the worker really uses.
+    at least as many `pages` reserved as the worker really uses until it holds `room` positions.
 
     `opened` tells whether the worker got the sequence's parameters, with the first `known` tokens; then it may hold
     something to release.
@@ -180,6 +181,7 @@ class KvEntry:
     valid: int = 0
     ahead: int = 0
     pages: int = 0
+    room: int = 0
     opened: bool = False
     known: int = 0
 
@@ -235,7 +237,11 @@ class WorkerState:
     def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
         self.spec, self.worker_id, self.page_size = spec, spec.worker_id, spec.page_size
         self.chunk = min(config.prefill_chunk, spec.max_num_batched_tokens)
-        self.capacity = min(spec.max_sequence_length, spec.total_pages * spec.page_size)
+        # A target's row feeds a chunk or verifies a draft; a draft's row catches up by a chunk, and proposes.
+        ahead = self.chunk + spec.max_num_batched_tokens // 2
+        counts = PageCounts(spec.page_spans or (spec.page_size,), spec.page_windows or (0,), ahead)
+        self.pages_for = counts.pages_for
+        self.capacity = counts.longest(spec.total_pages, spec.max_sequence_length)
         """Tokens of the longest sequence that fits when no other is placed here."""
         self.free_pages = spec.total_pages
         self.pages_of_moves = 0
@@ -259,18 +265,16 @@ class WorkerState:
     def can_take_step(self) -> bool:
         return len(self.outstanding) < self._steps_in_flight
 
-    def pages_for(self, positions: int) -> int:
-        return -(-positions // self.page_size)
-
     def reserve(self, entry: KvEntry, positions: int) -> bool:
         """Grows the entry's pages to hold `positions`, if so many are free; else changes nothing: False."""
-        missing = -(-positions // self.page_size) - entry.pages
-        if missing <= 0:
+        if positions <= entry.room:
             return True
+        missing = self.pages_for(positions) - entry.pages
         if missing > self.free_pages:
             return False
         entry.pages += missing
         self.free_pages -= missing
+        entry.room = -(-positions // self.page_size) * self.page_size
         return True
 
     def has_room(self, positions: int) -> bool:
@@ -362,7 +366,7 @@ class WorkerState:
         if not entry.opened:
             entry.opened = True
             row.opening = sequence.request
-            row.committed = tuple(tokens.tokens[: entry.pages * self.page_size])
+            row.committed = tuple(tokens.tokens[: entry.room])
             entry.known = len(row.committed)
         if end <= entry.known:
             row.known = True

@@ -136,7 +136,8 @@ class WorkerSequences:
             )
         end = row.kv_len + len(row.tokens)
         kept = self._kept(held, row)
-        # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page.
+        # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page. So
+        # is everything where pages that a window would see are freed.
         start = self._pool.writable_length(held.table, kept)
         held.sampled = None
         fed = [*held.history[start : row.kv_len], *row.tokens[max(0, start - row.kv_len) :]]
@@ -194,6 +195,7 @@ class WorkerSequences:
             self.drop(sequence.sequence_id)
             raise RuntimeError(f"the engine left KV for {length} positions, must be {known}")
         self._register(sequence, committed)
+        self._pool.trim(sequence.table, committed)
 
     def revert(self, sequence: WorkerSequence, start: int) -> None:
         """After the engine refused the row and changed nothing: takes the row's tokens off the list again.
@@ -245,7 +247,7 @@ class WorkerSequences:
             error = f"tokens holds {largest}, must be below vocabulary_size {self._engine.vocabulary_size}"
             raise RowRejectedError(RowStatus.INVALID, error)
         try:
-            self._pool.append(sequence.table, length)
+            self._pool.take(sequence.table, length)
         except OutOfPagesError as error:
             raise RowRejectedError(RowStatus.OUT_OF_PAGES, str(error)) from error
         self._expected[sequence_id] = sequence

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from engine.kv.groups import PageGroup
 from engine.kv.pages import PagePool
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.core import SchedulerCore
 from scheduler.messages import EmitTokens, Outcome, SequenceRequest
+from scheduler.page_counts import PageCounts
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import KvEntry, Sequence, TargetWorker, WorkerState
 from services.scheduler import session
@@ -121,6 +123,15 @@ def page_keeps_its_key_when_it_is_written_to(patch: Patch) -> None:
     patch.setattr(PagePool, "forget", lambda self, page: None)
 
 
+def windows_are_left_too_early(patch: Patch) -> None:
+    left_behind = PageGroup.left_behind
+    patch.setattr(PageGroup, "left_behind", lambda self, length: left_behind(self, length + (self.window is not None)))
+
+
+def windows_take_no_pages(patch: Patch) -> None:
+    patch.setattr(PageCounts, "pages_for", lambda self, positions: -(-positions // max(self.spans)))
+
+
 def lost_workers_blame_nobody(patch: Patch) -> None:
     patch.setattr(core, "blame", lambda *_: None)
 
@@ -184,6 +195,8 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (damaged_kv_is_taken, 0, ("kv damaged",), "audit: .*with a page that is damaged"),
         (first_prepared_proposal_is_taken, 4, (), "audit: .*has draft_tokens .* proposed were"),
         (page_keeps_its_key_when_it_is_written_to, 0, (), "must get|has a key"),
+        (windows_are_left_too_early, 0, (), "must get|failed unprovoked"),
+        (windows_take_no_pages, 0, (), "failed unprovoked"),
         (grammar_is_lost_when_another_scheduler_goes_on, 15, ("scheduler crash",), "must get"),
         (lost_workers_blame_nobody, 12, ("poison",), "has killed .* workers"),
         (rows_follow_others_that_are_not_answered, 0, (), "audit: .*follows"),

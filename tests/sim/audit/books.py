@@ -120,7 +120,9 @@ class KvBook:
             if answer.status == worker_pb2.ROW_STATUS_OK:
                 return "was computed, although it was never opened"
             return None
-        followed, held.sampled = held.sampled, []
+        followed = held.sampled
+        if answer.status != worker_pb2.ROW_STATUS_VOID:
+            held.sampled = []
         if follows(row) and answer.status == worker_pb2.ROW_STATUS_OK:
             if row.kv_len != len(held.digests) - 1 or not followed:
                 return "was computed after a row that does not end there, or has sampled nothing"

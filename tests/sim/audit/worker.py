@@ -168,8 +168,7 @@ class WorkerAudit:
         if request.worker_epoch != self._epoch or self._outdated(request.scheduler_epoch):
             self._problem(f"{what} for epochs {request.worker_epoch} and {request.scheduler_epoch}")
         fetch = self._fetches.get(request.sequence_id)
-        size = self._description.page_size if self._description is not None else 0
-        pages = -(-len(request.tokens) // size) if size else 0
+        pages = 0 if self._description is None else _kept_pages(self._description, len(request.tokens))
         if fetch is None or fetch.header is None or fetch.header.pages != pages or fetch.pages != pages:
             came = 0 if fetch is None else fetch.pages
             self._problem(f"{what} with {came} pages of KV, there are {pages}")
@@ -200,3 +199,11 @@ class WorkerAudit:
     def _outdated(self, epoch: int) -> bool:
         """Whether another epoch has had the worker for some time; what was made before that may still go out."""
         return epoch > self._highest or (epoch < self._highest and self._raised_at < self._clock())
+
+
+def _kept_pages(description: worker_pb2.WorkerDescription, length: int) -> int:
+    """Those that the layers of a sequence of that length still need."""
+    pages = 0
+    for span, window in zip(description.page_spans, description.page_windows, strict=True):
+        pages += -(-length // span) - (max(0, length - window + 1) // span if window else 0)
+    return pages

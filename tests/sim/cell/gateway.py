@@ -57,9 +57,10 @@ class ClientCall:
         self.tokens: list[int] = []
         request = plan.request
         most = min(request.max_tokens, world.plan.longest)
-        self.expected = true_output(request.prompt, most, request.stop_token_ids, request.sampling.grammar)
+        grammar, windows = request.sampling.grammar, world.plan.windows
+        self.expected = true_output(request.prompt, most, request.stop_token_ids, grammar, windows)
         self.scores: list[TokenLogprobs] = []
-        self.expected_scores = [] if request.prompt_logprobs is None else true_scores(request.prompt)
+        self.expected_scores = [] if request.prompt_logprobs is None else true_scores(request.prompt, windows)
         self._gone = False
         self._stream: Any = None
         self._began = world.loop.now

@@ -1,9 +1,10 @@
 """A model whose KV is numbers on real pages, and what it must say, computed without any pages.
 
 The KV of a position is a digest of the tokens up to it, taken on from the KV before; the next token depends on the KV
-of every position. So a page that is overwritten, a rejected token left in place or a token fed twice changes all that
-follows, as it does in a transformer. A sequence with a grammar gets the next token from those that the grammar allows,
-on targets and on drafts, and drafts propose what it forces without a look at the KV.
+of every position. Layers with windows have pages of their own, of which only the last positions count. So a page that
+is overwritten or freed too early, a rejected token left in place or a token fed twice changes all that follows, as it
+does in a transformer. A sequence with a grammar gets the next token from those that the grammar allows, on targets and
+on drafts, and drafts propose what it forces without a look at the KV.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.description import EngineDescription
+from engine.kv.groups import lanes_of, page_groups
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.sampling.grammars import GrammarError
@@ -41,6 +43,8 @@ _CHOICE = 0x9E3779B97F4A7C15
 _ALL = range(VOCABULARY)
 
 AnyRow = VerifyRow | ProposeRow | AheadRow
+Windows = tuple[int | None, ...]
+"""Of the model's layers; None for those that see everything."""
 Trouble = Callable[[Sequence[AnyRow]], dict[int, RowOutcome]]
 """Given the rows of a step, the outcomes of those that go wrong, by place; may raise."""
 
@@ -80,23 +84,40 @@ def _other_token(total: int, acceptance: float, assumed: int | None) -> int:
     return (choice if known else choice + 2) % VOCABULARY
 
 
+class _Whole:
+    """The KV of a sequence, without any pages."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._kv: list[int] = []
+
+    def feed(self, token: int) -> None:
+        self._kv.append(_kv(self._kv[-1] if self._kv else 0, token))
+
+    @property
+    def total(self) -> int:
+        return sum(sum(self._kv[-window:] if window else self._kv) for window in self._windows)
+
+
 def true_output(
-    prompt: Sequence[int], most: int, stop_token_ids: frozenset[int], grammar: Grammar | None = None
+    prompt: Sequence[int],
+    most: int,
+    stop_token_ids: frozenset[int],
+    grammar: Grammar | None = None,
+    windows: Windows = (None,),
 ) -> list[int]:
     """The oracle: plain decoding, one token at a time."""
-    last, total = 0, 0
+    kv = _Whole(windows)
     for token in prompt:
-        last = _kv(last, token)
-        total += last
+        kv.feed(token)
     output: list[int] = []
     while len(output) < most:
         choices = _ALL if grammar is None else allowed(grammar.definition, grammar.end_token_ids, output)
-        token = _target_token(total, choices)
+        token = _target_token(kv.total, choices)
         output.append(token)
         if token in stop_token_ids:
             break
-        last = _kv(last, token)
-        total += last
+        kv.feed(token)
     return output
 
 
@@ -134,15 +155,14 @@ def _ended(row: ProposeRow, proposal: Sequence[int]) -> bool:
     return grammar is not None and bool(proposal) and proposal[-1] in grammar.end_token_ids
 
 
-def true_scores(prompt: Sequence[int]) -> list[TokenLogprobs]:
-    """What must be said of a prompt: of each token but the first, by all KV before it."""
-    last, total = 0, 0
+def true_scores(prompt: Sequence[int], windows: Windows = (None,)) -> list[TokenLogprobs]:
+    """What must be said of a prompt: of each token but the first, by the KV before it."""
+    kv = _Whole(windows)
     scores = []
     for place, token in enumerate(prompt):
         if place:
-            scores.append(_score(token, total))
-        last = _kv(last, token)
-        total += last
+            scores.append(_score(token, kv.total))
+        kv.feed(token)
     return scores
 
 
@@ -154,16 +174,16 @@ def _score(token: int, total: int) -> TokenLogprobs:
 class NumbersStore:
     """Pages of numbers as bytes (engine/kv/kv_store.py)."""
 
-    def __init__(self, memory: list[int], page_size: int) -> None:
-        self.layout = PageLayout("paged", "int64", (1, 1, 1, page_size, 1), 8)
+    def __init__(self, memory: list[int], lanes: int, page_size: int) -> None:
+        self.layout = PageLayout("paged", "int64", (lanes, 1, 1, page_size, 1), 8)
         self._memory = memory
-        self._page_size = page_size
+        self._size = lanes * page_size
 
     def read_page(self, page: int) -> bytes:
-        return array("q", self._memory[page * self._page_size : (page + 1) * self._page_size]).tobytes()
+        return array("q", self._memory[page * self._size : (page + 1) * self._size]).tobytes()
 
     def write_page(self, page: int, data: bytes) -> None:
-        self._memory[page * self._page_size : (page + 1) * self._page_size] = array("q", data)
+        self._memory[page * self._size : (page + 1) * self._size] = array("q", data)
 
 
 class PagedModel:
@@ -178,9 +198,12 @@ class PagedModel:
         max_num_batched_tokens: int,
         acceptance: float,
         computed: Callable[[Sequence[AnyRow]], None],
+        windows: Windows = (None,),
         head_id: str = "",
     ) -> None:
-        self.pool = PagePool(pages, page_size)
+        self._groups, lanes = page_groups(windows), lanes_of(page_groups(windows), len(windows))
+        self._spans = [group.slices * page_size for group in self._groups]
+        self.pool = PagePool(pages, page_size, self._groups)
         self.trouble: Trouble | None = None
         self.description = EngineDescription(
             model_id="paged",
@@ -193,12 +216,14 @@ class PagedModel:
             max_sequence_length=max_sequence_length,
             max_num_batched_tokens=max_num_batched_tokens,
             head_id=head_id,
+            page_spans=tuple(self._spans),
+            page_windows=tuple(group.window or 0 for group in self._groups),
         )
-        self._page_size = page_size
-        self._memory = [0] * (pages * page_size)
+        self._size = lanes * page_size
+        self._memory = [0] * (pages * self._size)
         self.acceptance = acceptance
         self._computed = computed
-        self.kv_store = NumbersStore(self._memory, page_size)
+        self.kv_store = NumbersStore(self._memory, lanes, page_size)
 
     def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         return self._answer(rows, computing, self._run)
@@ -245,18 +270,17 @@ class PagedModel:
             return RowOutcome([], prompt_logprobs=scores)
         matcher = _matcher(row)
         base = table.length
-        total = self._attend(table)
-        tokens = [_target_token(total, _choices(row, matcher))]
+        tokens = [_target_token(self._attend(table), _choices(row, matcher))]
         if row.draft_tokens:
             # What is drafted is no part of the sequence's state.
             matcher = matcher and matcher.copy()
-            for kv, token in zip(self._feed(table, row.draft_tokens), row.draft_tokens, strict=True):
+            self._feed(table, row.draft_tokens)
+            for length, token in enumerate(row.draft_tokens, base + 1):
                 if token != tokens[-1]:
                     break
-                total += kv
                 if matcher is not None:
                     matcher.try_consume_tokens((token,))
-                tokens.append(_target_token(total, _choices(row, matcher)))
+                tokens.append(_target_token(self._attend(table, length), _choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
         outcome = RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
         if row.draft_length:
@@ -278,7 +302,8 @@ class PagedModel:
         confidences = [1.0] * len(proposal)
         while len(proposal) < row.draft_length and not _ended(row, proposal):
             if proposal:
-                total += self._feed(table, proposal[-1:])[0]
+                self._feed(table, proposal[-1:])
+                total = self._attend(table)
             choices = _choices(row, _matcher(row, proposal))
             proposal.append(_draft_token(total, self.acceptance, choices))
             confidences.append(_confidence(total, proposal[-1] == _target_token(total, choices)))
@@ -317,9 +342,9 @@ class PagedModel:
         return outcome
 
     def _fork(self, table: PageTable, length: int) -> PageTable:
-        fork, copy = self.pool.fork(table, length)
-        if copy is not None:
-            size, (source, page) = self._page_size, copy
+        fork, copies = self.pool.fork(table, length)
+        size = self._size
+        for source, page in copies:
             self._memory[page * size : (page + 1) * size] = self._memory[source * size : (source + 1) * size]
         return fork
 
@@ -334,27 +359,32 @@ class PagedModel:
             pass
         return proposal
 
-    def _feed(self, table: PageTable, tokens: Sequence[int]) -> list[int]:
-        """The KV of the tokens, which is written to the pages."""
-        place, size, memory = table.length, self._page_size, self._memory
+    def _feed(self, table: PageTable, tokens: Sequence[int]) -> None:
+        """Writes the KV of the tokens to the pages."""
+        first, memory = table.length, self._memory
         self.pool.append(table, len(tokens))
-        pages = table.pages
-        last = memory[pages[(place - 1) // size] * size + (place - 1) % size] if place else 0
-        written = []
+        written = [self._places(table, 0, first - 1, first)[0]] if first else [0]
         for token in tokens:
-            last = memory[pages[place // size] * size + place % size] = _kv(last, token)
-            written.append(last)
-            place += 1
-        return written
+            written.append(_kv(written[-1], token))
+        del written[0]
+        for span, run in zip(self._spans, table.runs, strict=True):
+            for place, kv in enumerate(written, first):
+                memory[run.pages[place // span - run.freed] * self._size + place % span] = kv
 
-    def _attend(self, table: PageTable) -> int:
-        """The sum of the KV of all positions."""
-        size, memory = self._page_size, self._memory
-        whole, rest = divmod(table.length, size)
-        total = 0
-        for page in table.pages[:whole]:
-            total += sum(memory[page * size : page * size + size])
-        if rest:
-            start = table.pages[whole] * size
-            total += sum(memory[start : start + rest])
+    def _attend(self, table: PageTable, length: int | None = None) -> int:
+        """The sum of the KV that layers see at that length: for each layer, as some have the same windows."""
+        length, total = table.length if length is None else length, 0
+        for place, group in enumerate(self._groups):
+            first = 0 if group.window is None else max(0, length - group.window)
+            total += max(1, len(group.layers)) * sum(self._places(table, place, first, length))
         return total
+
+    def _places(self, table: PageTable, group: int, first: int, end: int) -> list[int]:
+        """The KV of the positions [first, end) in a group's layers."""
+        span, run, found = self._spans[group], table.runs[group], list[int]()
+        while first < end:
+            start = run.pages[first // span - run.freed] * self._size + first % span
+            count = min(end - first, span - first % span)
+            found += self._memory[start : start + count]
+            first += count
+        return found

@@ -10,7 +10,7 @@ from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import GenerationRequest
-from tests.sim.cell.paged_model import VOCABULARY
+from tests.sim.cell.paged_model import VOCABULARY, Windows
 from tests.sim.cell.toy_grammar import draw_grammar
 
 LONGEST_PROMPT = 24
@@ -101,6 +101,8 @@ class Plan:
     cells: int = 1
     longest: int = LONGEST
     """Tokens that a sequence may have."""
+    windows: Windows = (None,)
+    """Of the models' layers."""
 
 
 def make_plan(
@@ -175,6 +177,7 @@ def make_plan(
     if kinds == FAULTS:
         plan = _with_truncated_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
+    plan = _with_windows(plan, random.Random(f"windows of {seed}"))
     plan = _with_small_limits(plan, random.Random(f"limits of {seed}"))
     plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
     return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
@@ -272,6 +275,16 @@ def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
     if rng.random() < 0.3:
         faults += _rolling_restart(len(plan.workers), rng)
     return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
+
+
+def _with_windows(plan: Plan, rng: random.Random) -> Plan:
+    """In one of three schedules, models have layers with sliding windows."""
+    if rng.random() >= 1 / 3:
+        return plan
+    windows: Windows = rng.choice(((None, 4), (None, 9, 9, 9), (3,), (None, None, 7), (None, 2, 11)))
+    kinds = len(set(windows))
+    workers = tuple(replace(worker, pages=kinds * worker.pages) for worker in plan.workers)
+    return replace(plan, windows=windows, workers=workers)
 
 
 def _with_small_limits(plan: Plan, rng: random.Random) -> Plan:

@@ -52,6 +52,7 @@ class SimulatedWorker:
             plan.max_num_batched_tokens,
             plan.acceptance,
             self._computed,
+            world.plan.windows,
             "head" if plan.head_seconds else "",
         )
         self.arrived = 0.0

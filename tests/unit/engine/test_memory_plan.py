@@ -84,7 +84,7 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
     found = model_memory("target", folder, "float16", 100)
     assert found.weights == sum(weights.nbytes for weights in model.parameters())
-    assert found.kv_bytes_per_token == KvShape.of(model.config).bytes_per_token(torch.float16)
+    assert found.kv_bytes_per_token == 2 * KvShape.of(model.config).bytes_of_layer(torch.float16)
     assert found.workspace > 1 << 30
     in_safetensors = model_memory("target", folder, "auto", 100).weights
     assert in_safetensors == 2 * found.weights  # float32
@@ -183,7 +183,7 @@ def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int,
     found = model_memory("target", tmp_path, "auto", 100, size)
     # Norms, of which each rank has all, are counted as if they were divided as well.
     assert found.weights == pytest.approx(weights, rel=0.01)
-    assert found.kv_bytes_per_token == KvShape.of(part).bytes_per_token(torch.float32)
+    assert found.kv_bytes_per_token == 2 * KvShape.of(part).bytes_of_layer(torch.float32)
 
 
 @pytest.mark.parametrize("content", ["{}", "no JSON", "[]"])

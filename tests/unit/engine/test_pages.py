@@ -141,15 +141,15 @@ class SharedPages(RuleBasedStateMachine):
         held = self.a_sequence(which)
         whole, rest = divmod(min(length, held.table.length), self.size)
         if rest and not self.dropped:
-            with pytest.raises(OutOfPagesError, match="1 more page needed, 0 of"):
+            with pytest.raises(OutOfPagesError, match="1 more pages needed, 0 of"):
                 self.pool.fork(held.table, whole * self.size + rest)
             return
         own = self.expect_handed_out() if rest else None
-        table, copy = self.pool.fork(held.table, whole * self.size + rest)
+        table, copies = self.pool.fork(held.table, whole * self.size + rest)
         if own is None:
-            assert copy is None
+            assert not copies
         else:
-            assert copy == (held.table.pages[whole], own)
+            assert copies == [(held.table.pages[whole], own)]
             self.dropped.remove(own)
             self.lose_name(own)
             self.memory[own] = list(self.memory[held.table.pages[whole]])

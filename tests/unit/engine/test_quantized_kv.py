@@ -118,7 +118,7 @@ def test_matrix_products_attend_to_what_codes_say(rule: AttentionRule) -> None:
     codes, scales = layer.parts
     keys, values = (codes.double() * scales.double()[..., None])[:, [3, 1]].flatten(1, 3)
     query = torch.randn(4, 2, DIM, generator=torch.Generator().manual_seed(2))
-    backend = MatmulBackend(unrestricted_form(PAGE), 2, 1, PAGE, PAGES, CPU)
+    backend = MatmulBackend(unrestricted_form(PAGE), 2, 1, PAGE, CPU)
     found = backend.plan([Span(0, 4, 20, [3, 1])], 4).attend(layer, query, rule)
     for row in range(4):
         seen = slice(max(0, 21 + row - (rule.window or PAGES * PAGE)), 21 + row)
@@ -155,7 +155,7 @@ def test_a_page_moves_with_its_scales() -> None:
 def test_scrubbed_positions_are_zeros_without_a_scale() -> None:
     kv = pool(1)
     before = [layer.content() for layer in kv.layers]
-    kv.scrub([4, 0], 5)
+    kv.scrub(0, [4, 0], 5)
     for old, layer in zip(before, kv.layers, strict=True):
         old[:, 4, :, 5:] = 0
         old[:, 0] = 0
