@@ -61,10 +61,8 @@ def main() -> None:
         ready = prepare_models(models, False, reporter)
         prompts = load_prompts(given.prompts, None)
         several = [replace(prompts[number % len(prompts)], index=number) for number in range(given.count)]
-        jobs, file = (
-            make_jobs(several, ready.tokenizer, sampling, ready.max_positions),
-            Path(scratch) / "receipts.jsonl",
-        )
+        jobs = make_jobs(several, ready.tokenizer, sampling, ready.max_positions)
+        file = Path(scratch) / "receipts.jsonl"
         plain, digested = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
         command = [sys.executable, "-P", "-m", "deploy.cli.main", "replay", file, "--target", given.target, "--json"]
         replayed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)

@@ -247,7 +247,7 @@ class Controller:
             cycle = self._cycle(figures, drafter, fmean(one.length for one in sequences))
             figures.choices[drafter.worker_id] = choose(
                 cycle,
-                list(self.acceptance_of(drafter.worker_id)),
+                [] if drafter.figures.acceptance is None else drafter.figures.acceptance.chances,
                 fmean(_follows_choice(one) for one in sequences),
                 figures.choices.get(drafter.worker_id),
                 self.preparation(drafter, {target}, cycle.count) if cycle.serial else None,
