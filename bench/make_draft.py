@@ -8,7 +8,7 @@ that start as copies of the target's last ones. They learn the target's distribu
 hidden states. The most frequent tokens of the answers become the draft's vocabulary (FR-Spec, arXiv 2502.14856).
 
 FOLDER then holds the draft as a Hugging Face model in `draft/`, and `trained_layers.safetensors` and
-`draft_vocabulary.json`, the two files that engine/models/demo_assets/ has for the demo. The last line of standard
+`draft_vocabulary.json`, the two files that engine/demo/assets/ has for the demo. The last line of standard
 output is a JSON object with the share of held-out tokens that the draft proposes right.
 """
 
@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from deploy.errors import UsageError
 from deploy.offline.prompts import load_prompts
-from engine.models.demo_convert import TRAINED_LAYERS, assemble_draft
+from engine.demo.convert import TRAINED_LAYERS, assemble_draft
 from engine.models.draft_vocabulary import FIELD_NAME, FILE_NAME
 from engine.models.reference import transformers_model
 from services.text.tokenizer import ModelTokenizer

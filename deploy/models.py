@@ -11,8 +11,8 @@ from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, say
 from deploy.workers import worker_memory
+from engine.demo.build import DemoBuildError
 from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
-from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
 from engine.models.memory_plan import kv_tokens, plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model

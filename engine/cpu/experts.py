@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
 from engine.cpu.linear import KernelLinear, prepack_linear
-from engine.models.families import Experts, linear_of, sparse_blocks
+from engine.layers.experts import Experts, sparse_blocks
+from engine.layers.linear import linear_of
 
 
 class KernelExperts(nn.Module):

@@ -1,7 +1,7 @@
 """Whole decoder layers of the Llama kind for a CPU, out of kernels.
 
 The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Layers of
-another structure, or of sizes that the kernels do not take, are left to engine/models/joined_layers.py.
+another structure, or of sizes that the kernels do not take, are left to engine/layers/joined_layers.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.attention.paged_step import PagedStep, signed_rotation
 from engine.cpu.attention import KernelPlan
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
 from engine.cpu.linear import KernelLinear, prepack_linear
-from engine.models.families import SILU, LlamaLayer, families_of, weight_and_epsilon
+from engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
 
 
 class FusedDecoderLayer(LlamaLayer):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.cpu.kernels import CpuKernels, LinearWeights, Panels
-from engine.models.families import apart
+from engine.layers.linear import apart
 from engine.parallel.layers import SummedLinear
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 

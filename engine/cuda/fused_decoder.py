@@ -4,7 +4,7 @@ for what lies between them (engine/cuda/triton_rows.py).
 Kernels overlap where the GPU allows it: one begins while the one before it ends.
 
 The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Models of
-another structure are left to engine/models/joined_layers.py.
+another structure are left to engine/layers/joined_layers.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.attention.paged_step import PagedStep
 from engine.cuda.triton_product import Parts, TritonLinear, overlaps
 from engine.cuda.triton_rows import add_norm, rotate_write, rotations, silu_mul
-from engine.models.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
+from engine.layers.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
 from engine.parallel.layers import SummedLinear
 from engine.quantization.layers import QuantizedLinear
 

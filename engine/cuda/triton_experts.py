@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.models.families import Experts, sparse_blocks
+from engine.layers.experts import Experts, sparse_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import prepack_linear
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import PagedKv
+from engine.layers.linear import joined, linear_of
 from engine.models.compatibility import has_moving_rope
 from engine.models.drafting_head import FEATURES, feature_layers, read_head_config
-from engine.models.families import joined, linear_of
 from engine.models.weights import safetensors_files, wrong_shape
 
 _PICKLED = "pytorch_model.bin"

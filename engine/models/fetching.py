@@ -13,13 +13,13 @@ from engine.models.source import ModelSource, Progress, SourceKind, download_mod
 def fetch_model(source: ModelSource, progress: Progress) -> Path:
     """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
 
-    Raises `ModelNotFoundError` if the hub does not have it, `engine.models.demo.DemoBuildError` if the demo cannot be
+    Raises `ModelNotFoundError` if the hub does not have it, `engine.demo.build.DemoBuildError` if the demo cannot be
     built, `UnsupportedModelError` for a GGUF file that cannot be served.
     """
     if source.ready and source.folder is not None:
         return source.folder
     if source.kind is SourceKind.DEMO:
-        from engine.models.demo import build_demo_models
+        from engine.demo.build import build_demo_models
 
         build_demo_models(progress)
         if source.folder is not None:

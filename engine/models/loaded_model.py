@@ -17,7 +17,7 @@ from engine.kv.groups import windows_of
 from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
-from engine.models.joined_layers import join_layers, joins_layers
+from engine.layers.joined_layers import join_layers, joins_layers
 from engine.models.vocabulary import Vocabulary
 from engine.parallel.lead import Lead
 from engine.parallel.orders import RunnerPlan

@@ -79,9 +79,9 @@ def demo_folder(role: Role) -> Path:
 
 
 def demo_assets() -> Traversable:
-    """The folder of what this package ships of the demo models: of the draft, trained layers and, if there is one, a
+    """What engine/demo/assets has of the demo models: of the draft, trained layers and, if there is one, a
     vocabulary; and a chat template."""
-    return resources.files("engine.models") / "demo_assets"
+    return resources.files("engine.demo") / "assets"
 
 
 def demo_chat_template() -> str:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModelError
-from engine.models.families import FAMILIES
+from engine.layers.families import FAMILIES
 from engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
 from engine.parallel.heads import heads_of_a_rank
 from engine.parallel.layers import connect_layers

@@ -33,7 +33,7 @@ _PACKED = ("weight_packed", "qweight")
 _CODES = ("I8", "F8_E4M3", "F8_E5M2")
 
 # Layers by their names in checkpoints of Hugging Face and in GGUF files: those whose codes become one tensor
-# (engine/models/families.py), those whose inputs are divided among ranks, and those that are rounded to HEAD_BITS.
+# (engine/layers/families.py), those whose inputs are divided among ranks, and those that are rounded to HEAD_BITS.
 _JOINED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "attn_q", "attn_k", "attn_v"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "ffn_gate", "ffn_up"), "gate_up"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.models import demo
-from engine.models.demo import DemoBuildError, build_demo_models
+from engine.demo import build as demo
+from engine.demo.build import DemoBuildError, build_demo_models
 from engine.models.reference import transformers_model
 from scheduler.messages import Role
 from tests.support import demo_builds

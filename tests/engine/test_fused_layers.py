@@ -14,8 +14,8 @@ from engine.attention.paged_step import ATTENTION_NAME, PagedStep
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.cpu.linear import KernelLinear
 from engine.kv.pages import PagePool, PageTable
-from engine.models import families
-from engine.models.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
+from engine.layers import families
+from engine.layers.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
 from engine.passes.layout import BatchedSequence

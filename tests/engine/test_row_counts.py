@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.cpu.linear import prepack_linears
 from engine.errors import ExactModeUnavailableError
 from engine.exactness.calibration import calibrate, candidate_row_counts
-from engine.models.joined_layers import FusedRmsNorm, join_layers
+from engine.layers.joined_layers import FusedRmsNorm, join_layers
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
 from engine.settings import EngineSettings

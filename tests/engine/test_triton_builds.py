@@ -114,7 +114,7 @@ def sampling(
 def experts(architecture: int, dtype: torch.dtype, has_bias: bool) -> Iterator[Callable[[], object]]:
     """With biases, weights are transposed."""
     from engine.cuda.triton_experts import TritonExperts, TritonRouting
-    from engine.models.families import Experts
+    from engine.layers.experts import Experts
 
     gate_up, down = torch.empty(8, 2 * 768, 2048, dtype=dtype), torch.empty(8, 2048, 768, dtype=dtype)
     biases = (None, None)

@@ -21,7 +21,7 @@ from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requi
 pytestmark = pytest.mark.slow
 
 PACKAGES = [pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-DATA = ("engine/cpu/csrc", "engine/models/demo_assets", "services/gateway/dashboard/page")
+DATA = ("engine/cpu/csrc", "engine/demo/assets", "services/gateway/dashboard/page")
 # They need triton and vllm, which serving on a CPU does without, and what only measurements need.
 NOT_FOR_SERVING = r"engine\.cuda\.(triton_.*|fused_decoder)|bench(\..*)?"
 IMPORT_ALL = f"""
@@ -121,9 +121,7 @@ def test_the_wheel_holds_nothing_else(members: dict[str, int]) -> None:
     tops = {name.split("/")[0] for name in members}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert [name for name in members if "results" in Path(name).parts or "__pycache__" in name] == []
-    assert [name for name, size in members.items() if size > 2**20] == [
-        "engine/models/demo_assets/trained_layers.safetensors"
-    ]
+    assert [name for name, size in members.items() if size > 2**20] == ["engine/demo/assets/trained_layers.safetensors"]
 
 
 def test_the_wheel_says_its_licences_and_its_ranges(wheel: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.models import loading
+from engine.models import loading, reading
 from engine.models.loading import load_target_engine, run_rank
 from engine.parallel.ranks import Ranks
 from engine.settings import EngineSettings
@@ -47,8 +47,8 @@ def target_of_ranks(settings: EngineSettings) -> Iterator[TargetEngine]:
         return joined[rank]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "read_part", alone(loading.read_part))
-        patch.setattr(loading, "build_model", alone(loading.build_model))
+        patch.setattr(reading, "read_part", alone(reading.read_part))
+        patch.setattr(reading, "build_model", alone(reading.build_model))
         patch.setattr(loading, "join_ranks", join)
 
         def follow(rank: int) -> None:

@@ -24,7 +24,7 @@ from engine.attention.backends import AttentionRule, Span
 from engine.cuda.setup import GpuPasses
 from engine.kv.paged_kv import LayerKv, PagedKv
 from engine.kv.pages import PagePool, PageTable
-from engine.models.families import linear_of
+from engine.layers.linear import linear_of
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear

@@ -15,13 +15,13 @@ from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
 from engine.kv.pages import PagePool, PageTable
 from engine.models.loaded_model import LoadedModel
-from engine.models.loading import capture_graphs
 from engine.models.vocabulary import Vocabulary
 from engine.passes import graphed
 from engine.passes.eager import forward
 from engine.passes.graphed import Capture, Compute
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.passes.warm_up import capture_graphs
 from engine.sampling.logits_scan import LogitsScan
 from engine.steps import ProposeRow
 from scheduler.sampling import SamplingParameters

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import GpuMemoryError
 from engine.kv.paged_kv import PagedKv
-from engine.models.families import joined
+from engine.layers.linear import joined
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of

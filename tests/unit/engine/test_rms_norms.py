@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from engine.models.joined_layers import is_plain_rms_norm
+from engine.layers.joined_layers import is_plain_rms_norm
 
 WIDTH = 64
 

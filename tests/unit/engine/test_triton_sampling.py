@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.cuda.setup import GpuPasses
+from engine.models.kernels import logits_scan
 from engine.models.loaded_model import LoadedModel
-from engine.models.loading import logits_scan
 from engine.models.vocabulary import Vocabulary
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens

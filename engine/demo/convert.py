@@ -1,6 +1,6 @@
 """The part of building the demo models that needs torch, the draft, run as a program of its own.
 
-    python -m engine.models.demo_convert TARGET_FOLDER FOLDER
+    python -m engine.demo.convert TARGET_FOLDER FOLDER
 
 A process of its own keeps torch and the conversion's memory out of the caller, and the library's bars and warnings off
 its terminal.

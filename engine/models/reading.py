@@ -1,0 +1,198 @@
+"""A model read from its folder, or taken as it is in memory: configuration, weights, vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.cpu.kernels import CpuKernels
+from engine.errors import UnsupportedModelError, one_line
+from engine.kv.memory import planned_kv_bytes
+from engine.layers.families import FAMILIES
+from engine.models.compatibility import check_config, fix_frequencies
+from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
+from engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
+from engine.models.loaded_model import LoadedModel
+from engine.models.source import Progress
+from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
+from engine.models.weights import check_loaded, safetensors_files, stored_tensors
+from engine.parallel.ranks import Ranks
+from engine.parallel.shards import read_part
+from engine.quantization.model import build_model, is_quantized, moved, round_weights, stored_quantization, weights_path
+from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS
+from engine.sampling.grammars import Grammars
+from engine.settings import EngineSettings
+from scheduler.messages import Role
+
+logger = logging.getLogger(__name__)
+
+
+def read_model(
+    folder: Path, settings: EngineSettings, role: Role, progress: Progress, ranks: Ranks | None = None
+) -> LoadedModel:
+    """The model in `folder`; with `ranks`, this rank's part of it. Raises `engine.errors.EngineError`."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    progress(f"loading {settings.model}", None)
+    disable_progress_bar()
+    device = torch.device(settings.device)
+    kv_bytes = planned_kv_bytes(settings, role, folder, device)
+    config, source = read_config(folder), weights_path(folder)
+    quantization = stored_quantization(source, config)
+    if quantization == NOT_QUANTIZED:
+        model = _read_plain(folder, config, settings.dtype, ranks)
+        dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress)
+        model = model if dtype == model.dtype else model.to(dtype)
+        quantization = _round(model, device, settings, kernels, progress)
+    else:
+        model, kernels = _read_quantized(source, config, quantization, device, settings, ranks, progress)
+        quantization = quantization if is_quantized(model) else NOT_QUANTIZED
+    if kernels is not None:
+        report(f"CPU kernels for {kernels.isa}", progress)
+    model = moved(model, device).eval()
+    fix_frequencies(model, settings.max_model_len)
+    gpu = gpu_passes(model, settings, settings.cuda_graphs and ranks is None, progress)
+    vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
+    tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
+    grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
+    quantized_kv = settings.quantized_kv
+    return LoadedModel(
+        model, vocabulary, kernels, gpu, kv_bytes, grammars, quantization=quantization, quantized_kv=quantized_kv
+    )
+
+
+def model_in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> LoadedModel:
+    """`model` where and in the dtype that it is. Raises EngineError, or ValueError for settings that do not fit."""
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(f"attn_implementation is {model.config._attn_implementation!r}, must be {ATTENTION_NAME!r}")
+    if settings.tensor_parallel_size != 1:
+        raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a model in memory")
+    if model.device.type == "cuda" and settings.kv_pages is None and settings.kv_memory_bytes is None:
+        raise ValueError("kv_pages and kv_memory_bytes are None, one must be set for a model in a GPU's memory")
+    check_config(model.config)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    model.eval()
+    fix_frequencies(model, settings.max_model_len)
+    kernels = cpu_kernels(model.dtype, model.device, settings, progress)
+    vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
+    quantization = _round(model, model.device, settings, kernels, progress)
+    gpu = gpu_passes(model, settings, settings.cuda_graphs, progress)
+    quantized_kv = settings.quantized_kv
+    return LoadedModel(model, vocabulary, kernels, gpu, quantization=quantization, quantized_kv=quantized_kv)
+
+
+def report(message: str, progress: Progress) -> None:
+    progress(message, None)
+    logger.info("%s", message)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    # No JSON, fields of a wrong type, a type that transformers does not know or that comes with code of its own.
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise _cannot_load(folder, error) from error
+    check_config(config)
+    return config
+
+
+def _read_plain(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks | None) -> PreTrainedModel:
+    try:
+        if ranks is not None:
+            return read_part(folder, config, dtype, ranks)
+        stored = stored_tensors(safetensors_files(folder))
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # A type that is no causal model or comes with code of its own, or pickled weights that are damaged.
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError, EOFError, UnpicklingError) as error:
+        if error.args == (ATTENTION_NAME,):
+            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
+        raise _cannot_load(folder, error) from error
+    check_loaded(folder, model, report, stored)
+    return model
+
+
+def _cannot_load(folder: Path, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(f"transformers cannot load {folder.name}: {one_line(error)}")
+
+
+def _dtype_and_kernels(
+    stored: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress
+) -> tuple[torch.dtype, CpuKernels | None]:
+    """What a model is computed in whose weights are in `stored`, and the CPU kernels for it."""
+    kernels = cpu_kernels(stored, device, settings, progress)
+    if settings.dtype != AUTO:
+        return stored, kernels
+    dtype, reason = best_dtype(stored, device, kernels is not None)
+    if dtype != stored:
+        kernels = cpu_kernels(dtype, device, settings, progress)
+    report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    return dtype, kernels
+
+
+def _read_quantized(
+    source: Path,
+    config: PreTrainedConfig,
+    quantization: str,
+    device: torch.device,
+    settings: EngineSettings,
+    ranks: Ranks | None,
+    progress: Progress,
+) -> tuple[PreTrainedModel, CpuKernels | None]:
+    """Weights are expanded where no kernel takes them quantised, or the settings say so."""
+    if settings.quantization in ROUNDED_BITS:
+        raise UnsupportedModelError(
+            f"quantization is {settings.quantization!r}, must be auto or none: "
+            f"{source.name} is quantised already ({quantization})"
+        )
+    own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
+    asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
+    dtype, kernels = _dtype_and_kernels(asked, device, settings, progress)
+    known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
+    keep = known and takes_codes(kernels, dtype, device)
+    try:
+        model = build_model(source, config, dtype, keep, ranks)
+    except UnsupportedModelError:
+        raise
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        raise _cannot_load(source, error) from error
+    if is_quantized(model):
+        report(f"weights: {quantization}", progress)
+        return model, kernels
+    size = sum(weights.nbytes for weights in model.parameters()) >> 20
+    reason = "quantization is 'none'" if settings.quantization != AUTO else "no kernel here multiplies what is stored"
+    report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
+    return model, kernels
+
+
+def _round(
+    model: PreTrainedModel,
+    device: torch.device,
+    settings: EngineSettings,
+    kernels: CpuKernels | None,
+    progress: Progress,
+) -> str:
+    """Rounds the weights of a plain model where the settings say so; gives the name of its quantisation."""
+    bits = ROUNDED_BITS.get(settings.quantization)
+    if bits is None:
+        return NOT_QUANTIZED
+    if model.config.model_type not in FAMILIES or not takes_codes(kernels, model.dtype, device):
+        report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
+        return NOT_QUANTIZED
+    progress(f"rounding weights to {bits} bits", None)
+    round_weights(model, bits)
+    report(f"weights: {settings.quantization}", progress)
+    return settings.quantization

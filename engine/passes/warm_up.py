@@ -1,0 +1,91 @@
+"""The first passes of a new runner: libraries make their kernels in them, and CUDA graphs are captured from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.description import EngineDescription
+from engine.errors import one_line
+from engine.kv.pages import PagePool, PageTable
+from engine.models.source import Progress
+from engine.passes.graph_sizes import graphed_row_counts
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# Verification seldom wants logits of more rows.
+_MAX_WARM_LOGITS = 48
+
+
+def warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool, has_kernels: bool) -> None:
+    """Runs one pass of each row count, so that libraries make their kernels now and not in the first steps. Where the
+    CPU kernels compute (`has_kernels`), which are the same for all row counts, the smallest and the largest will do."""
+    sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
+    if has_kernels:
+        sizes = sizes[:: max(1, len(sizes) - 1)]
+    for size in sizes:
+        table = PageTable()
+        pool.append(table, size)
+        runner.run([BatchedSequence(table, [0] * size, min(size, _MAX_WARM_LOGITS))])
+        pool.free(table)
+
+
+def capture_graphs(
+    description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress
+) -> EngineDescription:
+    """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits. The
+    description says which row counts have one, and `progress` hears why none has."""
+    graphs = runner.graphs
+    if graphs is None:
+        return description
+    row_counts = graphed_row_counts(runner.row_counts, description.max_sequence_length)
+    progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
+    failure = None
+    try:
+        graphs.capture(row_counts)
+    # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
+    except Exception as error:
+        failure = f"as this model's passes cannot be captured: {_reasons(error)}"
+    if (
+        failure is None
+        and description.exact_row_counts
+        and not _agree_with_graphs(description, runner, pool, row_counts)
+    ):
+        failure = "as they give other bits than the same passes without them"
+    if failure is not None:
+        graphs.clear()
+        torch.cuda.empty_cache()
+        logger.warning("no CUDA graphs, %s", failure)
+        progress(f"no CUDA graphs, {failure}", None)
+    return replace(description, graphed_row_counts=graphs.row_counts)
+
+
+def _reasons(error: BaseException | None) -> str:
+    """All of a chain of errors: what ends a broken capture raises one of its own."""
+    reasons = []
+    while error is not None:
+        reasons.append(one_line(error))
+        error = error.__context__
+    return ", after ".join(reasons)
+
+
+def _agree_with_graphs(
+    description: EngineDescription, runner: ModelRunner, pool: PagePool, row_counts: Sequence[int]
+) -> bool:
+    """Whether passes of the most and of the fewest rows that run on each graph give the bits that they give without."""
+    without = ModelRunner(runner.model, runner.kv, runner.backend, runner.row_counts)
+    for rows in sorted({*row_counts, 1, *(count + 1 for count in row_counts[:-1])}):
+        table = PageTable()
+        pool.append(table, rows)
+        sequence = BatchedSequence(table, [row % description.vocabulary_size for row in range(rows)], rows)
+        graphed = runner.run([sequence]).logits.clone()
+        agree = torch.equal(graphed, without.run([sequence]).logits)
+        pool.free(table)
+        if not agree:
+            return False
+    return True
