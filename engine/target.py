@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from itertools import islice
+from itertools import accumulate, islice
 from math import isnan
 
 import torch
@@ -94,33 +94,24 @@ class TargetEngine:
     ) -> list[RowOutcome]:
         contexts = [context for row in rows if row.sample for context in _contexts(row)]
         failed = self._constrain(rows, logits, contexts, masking)
+        spans = _spans(rows)
+        asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
+        # Those of drafts that are not accepted, too: a GPU computes them while the host has yet to wait for tokens.
+        digested = self._scan.digests(logits, asked) if asked else None
         sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
+        digests = iter([] if digested is None else digested.tolist())
         outcomes = [RowOutcome([]) for _ in rows]
-        digested: list[tuple[RowOutcome, int]] = []
-        first = 0
-        for index, row in enumerate(rows):
+        for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
             if not row.sample:
                 continue
-            own_tokens = sampled[first : first + len(row.draft_tokens) + 1]
-            outcome = outcomes[index] = _accept(row.draft_tokens, own_tokens)
+            own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span) if row.logits_digests else 0)]
+            outcome = outcomes[index] = _accept(row.draft_tokens, sampled[span.start : span.stop])
             if index in failed:
                 outcome = outcomes[index] = RowOutcome([], error=failed[index])
-            if row.logits_digests:
-                digested.append((outcome, first))
+            outcome.logits_digests = own_digests[: len(outcome.tokens)]
             if row.top_logprobs is not None and outcome.error is None:
-                outcome.logprobs = token_logprobs(logits[first:], outcome.tokens, row.top_logprobs)
-            first += len(own_tokens)
-        self._add_digests(digested, logits)
+                outcome.logprobs = token_logprobs(logits[span.start :], outcome.tokens, row.top_logprobs)
         return outcomes
-
-    def _add_digests(self, outcomes: Sequence[tuple[RowOutcome, int]], logits: torch.Tensor) -> None:
-        """Each outcome comes with the place of its first token's row of logits."""
-        places = [place for outcome, first in outcomes for place in range(first, first + len(outcome.tokens))]
-        if not places:
-            return
-        found = iter(self._scan.digests(logits if len(places) == len(logits) else logits[places]))
-        for outcome, _ in outcomes:
-            outcome.logits_digests = list(islice(found, len(outcome.tokens)))
 
     def _constrain(
         self,
@@ -130,13 +121,8 @@ class TargetEngine:
         masking: Future[TokenMasks] | None,
     ) -> dict[int, str]:
         """Leaves the rows that have a grammar the logits of the tokens that it allows. What went wrong, by row."""
-        places: dict[int, range] = {}
-        first = 0
-        for index, row in enumerate(rows):
-            count = len(row.draft_tokens) + 1 if row.sample else 0
-            if count and row.sampling.grammar is not None:
-                places[index] = range(first, first + count)
-            first += count
+        spans = enumerate(zip(rows, _spans(rows), strict=True))
+        places = {index: span for index, (row, span) in spans if span and row.sampling.grammar is not None}
         if masking is None:
             return dict.fromkeys(places, _NO_TOKENIZER)
         masks = masking.result()
@@ -174,6 +160,12 @@ def _score(row: VerifyRow, outcome: RowOutcome, logits: Iterator[torch.Tensor]) 
         outcome.tokens, outcome.accepted, outcome.error = [], 0, _NOT_A_NUMBER
     if outcome.error is None:
         outcome.prompt_logprobs = found
+
+
+def _spans(rows: Sequence[VerifyRow]) -> list[range]:
+    """Where each row's logits are among those of all."""
+    ends = list(accumulate((len(row.draft_tokens) + 1 if row.sample else 0 for row in rows), initial=0))
+    return list(map(range, ends, ends[1:]))
 
 
 def _contexts(row: VerifyRow) -> Iterator[SamplingContext]:

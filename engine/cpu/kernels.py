@@ -165,6 +165,7 @@ class CpuKernels:
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
         self._digests = function("spool_digests", [pointer] * 3 + [size] * 3)
+        self._draw = function("spool_draw", [pointer] * 5 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
         self._linear = function("spool_linear", [pointer] * 4 + [size] * 3)
         self._expand_rows = function("spool_expand_rows", [pointer] * 3 + [size] * 2)
@@ -324,7 +325,7 @@ class CpuKernels:
         return outputs
 
     def scans(self, scores: torch.Tensor) -> bool:
-        """Whether `argmax`, `probabilities`, `digests` and `forbid` take rows of scores like these."""
+        """Whether `argmax`, `probabilities`, `digests`, `draw` and `forbid` take rows of scores like these."""
         return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,13 +346,26 @@ class CpuKernels:
         self._probabilities(*pointers, rows, scores.stride(0), size)
         return found
 
-    def digests(self, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of each row of scores `[rows, size]`, the sum modulo 2^64 of each score's bits times its weight (int64
-        `[size]`), int64."""
-        rows, size = scores.shape
-        found = torch.empty(rows, dtype=torch.int64)
-        self._digests(found.data_ptr(), scores.data_ptr(), weights.data_ptr(), rows, scores.stride(0), size)
+    def digests(self, scores: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """As `LogitsScan.digests`."""
+        found = torch.empty(len(which), dtype=torch.int64)
+        rows = np.array(which, dtype=np.int64)
+        pointers = (found.data_ptr(), scores.data_ptr(), rows.ctypes.data)
+        self._digests(*pointers, len(rows), scores.stride(0), scores.shape[1])
         return found
+
+    def draw(
+        self, scores: torch.Tensor, draws: Sequence[tuple[int, float]], token_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `LogitsScan.draw`."""
+        rows, size = scores.shape
+        drawn = torch.empty(rows, dtype=torch.int64)
+        keys = np.array([key for key, _ in draws], np.int64)
+        temperatures = np.array([temperature for _, temperature in draws], np.float32)
+        tokens = None if token_ids is None else token_ids.data_ptr()
+        pointers = (drawn.data_ptr(), scores.data_ptr(), keys.ctypes.data, temperatures.ctypes.data, tokens)
+        self._draw(*pointers, rows, scores.stride(0), size)
+        return drawn
 
     def forbid(
         self, scores: torch.Tensor, which: Sequence[int], allowed: np.ndarray, token_ids: torch.Tensor | None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu.kernels import CpuKernels
-from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.logits_scan import Draw, LogitsScan
 
 
 class KernelScan(LogitsScan):
@@ -24,10 +24,11 @@ class KernelScan(LogitsScan):
             return self._kernels.probabilities(scores, columns)
         return super().probabilities(scores, columns)
 
-    def _weighted_bits(self, scores: Tensor, weights: Tensor) -> Tensor:
-        if self._kernels.scans(scores):
-            return self._kernels.digests(scores, weights)
-        return super()._weighted_bits(scores, weights)
+    def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
+        return self._kernels.draw(scores, draws, token_ids) if self._kernels.scans(scores) else None
+
+    def digests(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
+        return self._kernels.digests(scores, rows) if self._kernels.scans(scores) else super().digests(scores, rows)
 
     def forbid(
         self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None

@@ -202,3 +202,8 @@ class TritonScan(LogitsScan):
                 tokens, probabilities, largest, best, sums, columns, scores, token_ids, stride, size, count, chunks
             )
         return tokens, probabilities
+
+    def draw(
+        self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        return self.choose(scores, draws, token_ids)[0]

@@ -25,7 +25,7 @@ from engine.quantization.model import weights_path
 from engine.settings import EngineSettings
 
 # Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
-_RECIPE = 1
+_RECIPE = 2
 _DIGITS = 16
 # Of each tensor of weights in memory, the elements that tell one model from another.
 SAMPLED_WEIGHTS = 256

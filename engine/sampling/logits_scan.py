@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
+from engine.passes.device import on_device
 from engine.sampling.noise import noise_bits
 
 RACE_MARGIN = 24.0
@@ -28,11 +28,6 @@ Draw = tuple[int, float]
 _BUCKET = 128
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
 _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
-
-
-@lru_cache(maxsize=8)
-def _digest_weights(count: int, device: torch.device) -> Tensor:
-    return noise_bits(torch.zeros(1, dtype=torch.int64, device=device), torch.arange(count, device=device)) | 1
 
 
 class LogitsScan:
@@ -70,21 +65,27 @@ class LogitsScan:
         tokens = columns if token_ids is None else token_ids[columns]
         return torch.where(largest.isfinite(), tokens, -1), self.probabilities(scores, columns)
 
+    def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
+        """The tokens of `choose` alone; None where these scores are not drawn from here."""
+        return None
+
     @torch.inference_mode()
-    def digests(self, scores: Tensor) -> list[int]:
-        """Of each row [R, V] a number between 1 and 2^64 - 1 that tells its bits from others'.
+    def digests(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """Of some `rows` of scores [R, V], in their order, what tells their bits from others' (int64 `[rows]`), on the
+        device of the scores, without waiting for it.
 
-        It is the sum modulo 2^64 of each score's bits, as an unsigned number, times an odd number of the column's own
-        (1 in place of 0). So it is the same in any order of the sum, and another one where a single bit is another one.
+        A row's is the sum modulo 2^64 of its words of 8 bytes, each as the key of noise that its place counts; zeros
+        fill the last word. As noise is another number for another key, a word that changes always changes the sum. So
+        one bit does; where several words change, the sum stays what it was by chance, one of 2^58 at most. Whoever
+        looks for rows of equal sums finds some.
         """
-        weights = _digest_weights(scores.shape[1], scores.device)
-        return [digest % 2**64 or 1 for digest in self._weighted_bits(scores, weights).tolist()]
-
-    def _weighted_bits(self, scores: Tensor, weights: Tensor) -> Tensor:
-        bits = scores.view({2: torch.int16, 4: torch.int32}[scores.element_size()])
-        unsigned = 2 ** (8 * scores.element_size()) - 1
-        # A few rows at a time, whose products fit a CPU's cache.
-        return torch.cat([((rows.to(torch.int64) & unsigned) * weights).sum(1) for rows in bits.split(4)])
+        device, in_order = scores.device, list(rows) == list(range(len(scores)))
+        bytes_ = (scores if in_order else scores[on_device(rows, device)]).view(torch.uint8)
+        words = pad(bytes_, (0, -bytes_.shape[1] % 8)).contiguous().view(torch.int64)
+        places = torch.arange(words.shape[1], device=device)
+        # A few rows at a time, whose words fit a CPU's cache.
+        parts = words.split(4 if device.type == "cpu" else 64)
+        return torch.cat([noise_bits(part, places).sum(1) for part in parts])
 
     @torch.inference_mode()
     def forbid(

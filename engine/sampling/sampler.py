@@ -88,13 +88,16 @@ def sample_tokens(
     if not rows:
         return []
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    left: Sequence[int] = range(len(rows))
-    if scan.draws:
-        left = [i for i, row in enumerate(rows) if row.changes_scores or not takes_any_token(row.sampling)]
-        if len(left) < len(rows):
-            sampled, _ = scan.choose(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
-        if not left:
-            return _known(sampled)
+    left: Sequence[int] = [i for i, row in enumerate(rows) if row.changes_scores or not takes_any_token(row.sampling)]
+    drawn_there = None
+    if len(left) < len(rows):
+        drawn_there = scan.draw(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
+    if drawn_there is None:
+        left = range(len(rows))
+    elif left:
+        sampled = drawn_there
+    else:
+        return _known(drawn_there)
     as_they_are = [i for i in left if rows[i].sampling.greedy and not rows[i].changes_scores]
     if len(as_they_are) == len(rows):
         columns, values = scan.argmax(logits)

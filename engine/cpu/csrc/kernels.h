@@ -75,8 +75,12 @@ void spool_argmax(
 void spool_probabilities(
     float *to, const element *scores, const int64_t *places, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
 
-void spool_digests(uint64_t *to, const element *scores, const uint64_t *weights, ptrdiff_t rows, ptrdiff_t stride,
-    ptrdiff_t size);
+void spool_digests(
+    uint64_t *to, const element *scores, const int64_t *which, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
+
+void spool_draw(int64_t *to, const element *scores, const int64_t *keys, const float *temperatures,
+    const int64_t *tokens, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
+
 void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t rows,
     ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes);
 

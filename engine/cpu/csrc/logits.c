@@ -95,20 +95,111 @@ typedef uint32_t pattern;
 typedef uint16_t pattern;
 #endif
 
-// Of each of `rows` rows of `size` numbers, `stride` apart, the sum modulo 2^64 of the bits of each number times its
-// weight.
-void spool_digests(uint64_t *to, const element *scores, const uint64_t *weights, ptrdiff_t rows, ptrdiff_t stride,
-    ptrdiff_t size) {
+// The 64 bits of engine/sampling/noise.py.
+INLINE uint64_t noise_bits(uint64_t key, uint64_t counter) {
+    uint64_t bits = (counter + 1) * 0x9E3779B97F4A7C15u + key;
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+    return (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+}
+
+// Of some rows of `size` numbers, `stride` apart, each the `which`-th: the sum modulo 2^64 of the noise whose keys are the
+// row's words of 8 bytes, counted from 0. What the last word lacks is 0.
+void spool_digests(
+    uint64_t *to, const element *scores, const int64_t *which, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size) {
+#pragma omp parallel for schedule(static) if (SHARED_OUT)
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        const char *of = (const char *)(scores + which[row] * stride);
+        ptrdiff_t bytes = size * (ptrdiff_t)sizeof *scores, words = bytes / 8;
+        uint64_t sum = 0;
+        for (ptrdiff_t i = 0; i < words; i++) {
+            uint64_t word;
+            memcpy(&word, of + 8 * i, sizeof word);
+            sum += noise_bits(word, i);
+        }
+        if (bytes % 8) {
+            uint64_t word = 0;
+            memcpy(&word, of + 8 * words, bytes % 8);
+            sum += noise_bits(word, words);
+        }
+        to[row] = sum;
+    }
+}
+
+// As engine/sampling/ieee_math.py, operation by operation.
+INLINE double ieee_log(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    double scale = (double)((int64_t)(bits >> 52) - 1022), mantissa;
+    bits = (bits & 0xFFFFFFFFFFFFFu) | 0x3FE0000000000000u;
+    memcpy(&mantissa, &bits, sizeof mantissa);
+    if (mantissa < 0.70710678118654757) mantissa += mantissa, scale -= 1;
+    double s = (mantissa - 1) / (mantissa + 1), square = s * s, series = 1.0 / 21;
+    for (int k = 9; k >= 0; k--) series = series * square + 1.0 / (2 * k + 1);
+    return scale * 0.69314718055994529 + (s + s) * series;
+}
+
+// Of the top 32 bits of noise.
+INLINE float gumbel(uint32_t noise) { return (float)-ieee_log(-ieee_log(1.0 - (noise + 0.5) * 0x1p-32)); }
+
+// Above the largest -log(1 - t) / t of all noise t, and of that below 1/2 (RACE_MARGIN in engine/sampling/logits_scan.py).
+#define MARGIN 24.0f
+#define SMALL_MARGIN 1.5f
+
+// The place of the largest Gumbel noise - (largest - score) / temperature of `size` numbers, whose largest is finite. The
+// noise of a number is that of its place, or, with `tokens`, of its token. As `_front_runners` of engine/sampling/sampler.py
+// says, that is a race, in which whoever arrives later than `limit` cannot be first.
+static ptrdiff_t draw_place(const element *scores, const int64_t *tokens, ptrdiff_t size, float largest, uint64_t key,
+    float temperature) {
+    float limit = INFINITY, best = -INFINITY;
+    ptrdiff_t place = 0;
+    for (ptrdiff_t chunk = 0; chunk < size; chunk += CHUNK) {
+        ptrdiff_t end = chunk + CHUNK < size ? chunk + CHUNK : size;
+        uint32_t noise[CHUNK];
+        if (tokens)
+            for (ptrdiff_t i = chunk; i < end; i++) noise[i - chunk] = noise_bits(key, tokens[i]) >> 32;
+        else
+            for (ptrdiff_t i = 0; i < CHUNK; i++) noise[i] = noise_bits(key, chunk + i) >> 32;
+        float arrivals[CHUNK];
+        f32v first = splat(INFINITY);
+        for (ptrdiff_t i = chunk; i < end; i += LANES) {
+            u32v bits;
+            memcpy(&bits, noise + i - chunk, sizeof bits);
+            f32v deficit = (splat(largest) - load_some(scores + i, end - i)) * (1.0f / temperature);
+            f32v slowed = exponential(blend(deficit < 80.0f, deficit, splat(80.0f)));
+            f32v arrival = (__builtin_convertvector(bits, f32v) + 0.5f) * slowed;
+            store(arrivals + i - chunk, arrival);
+            first = blend(arrival < first, arrival, first);
+        }
+        if (!any(first <= limit)) continue;
+        for (ptrdiff_t i = chunk; i < end; i++) {
+            float arrival = arrivals[i - chunk];
+            if (!(arrival <= limit)) continue;
+            float latest = arrival * (noise[i - chunk] >> 31 ? MARGIN : SMALL_MARGIN);
+            float score = gumbel(noise[i - chunk]) - (largest - load_some(scores + i, 1)[0]) / temperature;
+            if (latest < limit) limit = latest;
+            if (score > best) best = score, place = i;
+        }
+    }
+    return place;
+}
+
+// Of each of `rows` rows of `size` numbers, `stride` apart, the token that is drawn by `keys` at `temperatures`, or where
+// these are 0 the first largest; -1 where the largest is not finite. `tokens`, ascending, names the numbers' tokens; without
+// it a token is a place.
+void spool_draw(int64_t *to, const element *scores, const int64_t *keys, const float *temperatures,
+    const int64_t *tokens, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size) {
 #pragma omp parallel for schedule(static) if (SHARED_OUT)
     for (ptrdiff_t row = 0; row < rows; row++) {
         const element *of = scores + row * stride;
-        uint64_t sum = 0;
-        for (ptrdiff_t i = 0; i < size; i++) {
-            pattern bits;
-            memcpy(&bits, of + i, sizeof bits);
-            sum += bits * weights[i];
+        float highest = largest_of(of, size);
+        if (!isfinite(highest)) {
+            to[row] = -1;
+            continue;
         }
-        to[row] = sum;
+        ptrdiff_t place = temperatures[row] > 0.0f
+                              ? draw_place(of, tokens, size, highest, keys[row], temperatures[row])
+                              : first_place(of, size, highest);
+        to[row] = tokens ? tokens[place] : place;
     }
 }
 

@@ -258,15 +258,23 @@ static void check_logits(ptrdiff_t rows, ptrdiff_t size) {
         double exact = exp(number(scores[row * stride + places[row]])) / total;
         end_unless(fabs(values[row] - exact) < 1e-4 * exact, "probabilities");
     }
-    uint64_t *digests = NEW(uint64_t, rows), *weights = NEW(uint64_t, size);
-    for (ptrdiff_t i = 0; i < size; i++) weights[i] = i == size - 1;
-    spool_digests(digests, scores, weights, rows, stride, size);
+    // Where one token is certain, it is drawn.
+    float *temperatures = NEW(float, rows);
+    int64_t *keys = NEW(int64_t, rows), *drawn = NEW(int64_t, rows);
+    for (ptrdiff_t row = 0; row < rows; row++) keys[row] = row, temperatures[row] = row % 2 ? 1e-30f : 0.0f;
+    spool_draw(drawn, scores, keys, temperatures, NULL, rows, stride, size);
     for (ptrdiff_t row = 0; row < rows; row++) {
-        uint64_t bits = 0;
-        memcpy(&bits, scores + row * stride + size - 1, sizeof *scores);
-        end_unless(digests[row] == bits, "digests");
+        element best = scores[row * stride + drawn[row]];
+        for (ptrdiff_t i = 0; i < size; i++) end_unless(number(scores[row * stride + i]) <= number(best), "draw");
     }
-    free(scores), free(places), free(values), free(digests), free(weights);
+    uint64_t *digests = NEW(uint64_t, rows), *changed = NEW(uint64_t, rows);
+    for (ptrdiff_t row = 0; row < rows; row++) places[row] = rows - 1 - row;
+    spool_digests(digests, scores, places, rows, stride, size);
+    ((char *)(scores + size))[-1] ^= 1;
+    spool_digests(changed, scores, places, rows, stride, size);
+    for (ptrdiff_t row = 0; row < rows; row++)
+        end_unless((digests[row] == changed[row]) == (places[row] > 0), "digests");
+    free(scores), free(places), free(values), free(digests), free(changed), free(temperatures), free(keys), free(drawn);
 }
 
 static void check_forbid(ptrdiff_t rows, ptrdiff_t size) {

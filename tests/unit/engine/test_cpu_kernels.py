@@ -18,6 +18,8 @@ from engine.cpu.logits_scan import KernelScan
 from engine.kv.paged_kv import LayerKv
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from engine.sampling.sampler import SamplingContext, sample_tokens
+from scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 
 PAGES = 64
@@ -216,19 +218,18 @@ def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (4, 49152)])
 def test_digests_are_those_of_plain_python_and_tell_single_bits(kernels: CpuKernels, rows: int, size: int) -> None:
     scores = scores_like(kernels, "plain", rows, size + 2)[:, :size]
-    digests = KernelScan(kernels).digests(scores)
-    weights = [_mixed((column + 1) * GOLDEN) | 1 for column in range(size)]
-    unsigned = {2: "H", 4: "I"}[kernels.dtype.itemsize]
-    for row, digest in zip(scores, digests, strict=True):
-        bits = array(unsigned, row.contiguous().view(torch.uint8).numpy().tobytes())
-        assert digest == sum(bit * weight for bit, weight in zip(bits, weights, strict=True)) % 2**64
-    assert LogitsScan().digests(scores) == digests
+    places = list(range(rows))[::-1]
+    digests = KernelScan(kernels).digests(scores, places).tolist()
+    for row, digest in zip(scores[places], digests, strict=True):
+        content = row.contiguous().view(torch.uint8).numpy().tobytes()
+        words = array("Q", content + bytes(-len(content) % 8))
+        assert digest % 2**64 == sum(_mixed(word + (n + 1) * GOLDEN) for n, word in enumerate(words)) % 2**64
+    assert LogitsScan().digests(scores, places).tolist() == digests
     changed = scores.clone()
     patterns = changed.view({2: torch.int16, 4: torch.int32}[kernels.dtype.itemsize])
     patterns[0, size - 1] ^= 1
-    assert [one == other for one, other in zip(KernelScan(kernels).digests(changed), digests, strict=True)] == [
-        row > 0 for row in range(rows)
-    ]
+    after = KernelScan(kernels).digests(changed, places).tolist()
+    assert [one == other for one, other in zip(after, digests, strict=True)] == [row > 0 for row in places]
 
 
 def _mixed(value: int) -> int:
@@ -236,6 +237,29 @@ def _mixed(value: int) -> int:
     value &= 2**64 - 1
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) % 2**64
     return ((value ^ (value >> 27)) * MULTIPLIER_2) % 2**64
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("some_tokens", [False, True])
+@pytest.mark.parametrize(("case", "spread"), [("plain", 0.1), ("plain", 3.0), ("ties", 2.0), ("excluded", 8.0)])
+@pytest.mark.parametrize("size", [1, 130, 4500])
+def test_drawn_tokens_are_the_samplers(
+    kernels: CpuKernels, case: str, spread: float, size: int, some_tokens: bool
+) -> None:
+    """At temperatures that make one token certain, and all of them alike; rows that are not finite have none."""
+    temperatures = [0.0, 1e-40, 0.01, 0.3, 0.8, 1.0, 2.0, 100.0] * 6
+    scores = scores_like(kernels, case, len(temperatures), size) * spread
+    token_ids = torch.randperm(3 * size, generator=torch.manual_seed(1))[:size].sort().values if some_tokens else None
+    for row, value in ((3, math.nan), (4, math.inf), (11, -math.inf), (17, math.nan)):
+        scores[row, : None if value < 0 else 1] = value
+    rows = [
+        SamplingContext(SamplingParameters(temperature=temperature, seed=2**40 + number), 17 * number, (), 0)
+        for number, temperature in enumerate(temperatures)
+    ]
+    expected = sample_tokens(scores, rows, token_ids)
+    assert sample_tokens(scores, rows, token_ids, KernelScan(kernels)) == expected
+    if case == "plain":
+        assert [row for row, token in enumerate(expected) if token is None] == [3, 4, 11, 17]
 
 
 @pytest.mark.usefixtures("threads")
