@@ -14,6 +14,8 @@ from engine.errors import UnsupportedModelError
 from engine.kv.paged_kv import PagedKv
 
 ATTENTION_NAME = "spool_paged"
+# Families whose layers do not tell attention of their windows.
+_UNTOLD_WINDOWS = ("phimoe", "qwen2_moe")
 
 
 @dataclass(slots=True)
@@ -100,9 +102,19 @@ def _paged_attention(
             raise UnsupportedModelError(f"the model's attention uses {name}, which paged attention does not support")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.detach().float()
-    rule = AttentionRule(scaling, sliding_window or None, softcap or None, sinks)
+    window = _untold_window(module) if sliding_window is None else sliding_window
+    rule = AttentionRule(scaling, window or None, softcap or None, sinks)
     output = paged_step.attend(module.layer_idx, query[0].transpose(0, 1), rule)
     return output.unsqueeze(0), None
+
+
+def _untold_window(module: torch.nn.Module) -> int | None:
+    """Of a layer of a family that leaves its windows to masks."""
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in _UNTOLD_WINDOWS:
+        return None
+    types = getattr(config, "layer_types", None)
+    return config.sliding_window if types is None or types[module.layer_idx] == "sliding_attention" else None
 
 
 AttentionInterface.register(ATTENTION_NAME, _paged_attention)

@@ -89,8 +89,6 @@ PROVED_FAMILIES = frozenset(
 """Model types whose output tests/engine/test_families.py compares with `model.generate` (docs/models.md). Any other is
 compared with itself when it is loaded, which takes a few small passes."""
 
-# Families whose attention function is not told of their windows.
-_UNTOLD_WINDOWS = {"phimoe", "qwen2_moe"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Frequencies that transformers computes for the longest sequence of a pass.
 _MOVING_ROPE = {"dynamic", "longrope"}
@@ -112,9 +110,6 @@ def check_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{family} has layers of type {', '.join(sorted(others))}, must be of {' or '.join(sorted(_LAYER_TYPES))}"
         )
-    window = getattr(config, "sliding_window", None)
-    if family in _UNTOLD_WINDOWS and window and window < config.max_position_embeddings:
-        raise UnsupportedModelError(f"{family} has sliding windows of {window} positions, which are not supported")
     heads = set(getattr(config, "num_attention_heads_per_layer", None) or ()) - {config.num_attention_heads}
     if heads:
         raise UnsupportedModelError(

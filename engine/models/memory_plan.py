@@ -35,7 +35,16 @@ _LOGITS_FLOATS = 2
 _VECTORS = 8
 
 # Of families whose configuration may not tell layers apart: the last of so many sees everything; 0: all have windows.
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "mistral": 0, "mixtral": 0, "phi3": 0, "starcoder2": 0}
+_FULL_EVERY = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "mistral": 0,
+    "mixtral": 0,
+    "phi3": 0,
+    "phimoe": 0,
+    "starcoder2": 0,
+}
 
 GPU_CODE_DTYPES = ("bfloat16", "float16")
 """Of models that keep codes on a GPU: kernels multiply them there (engine/cuda/setup.py)."""

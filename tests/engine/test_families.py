@@ -28,8 +28,6 @@ WRONG_DRAFTS = (3, 5)
 NOT_EXACT = {"aria_text"}
 """Served with `--no-exact` only: its experts, which do not use transformers' interface, compute rows of different
 sequences together."""
-WITHOUT_WINDOWS = ("phimoe", "qwen2_moe")
-"""They keep their windows from the attention function, and are refused with windows."""
 QUICK = ("gpt2", "phi")
 """One projection for query, key and value with learned positions; separate ones with partial rotation."""
 REFUSED = {
@@ -72,7 +70,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
     optional: dict[str, Any] = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
     optional |= {"attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]}
     more = {name: value for name, value in optional.items() if hasattr(default, name)}
-    if family in WITHOUT_WINDOWS or not hasattr(default, "sliding_window"):
+    if not hasattr(default, "sliding_window"):
         more = {}
     if family == "ministral":
         more["head_dim"] = SIZES["head_dim"]  # its default is no number
@@ -183,22 +181,6 @@ def test_positions_do_not_depend_on_the_batch(
     engine = load(tmp_path, max_model_len=max_model_len)
     assert decode(engine, prompts) == [generated(model, prompt) for prompt in prompts]
     assert decode(engine, PROMPTS[:1]) == decode(engine, [PROMPTS[0], prompts[-1]])[:1]
-
-
-@pytest.mark.parametrize(
-    ("family", "window"),
-    [
-        ("phimoe", {"sliding_window": WINDOW}),
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    ],
-)
-def test_windows_that_attention_does_not_hear_of_are_refused(
-    family: str, window: dict[str, Any], tmp_path: Path
-) -> None:
-    config = tiny_config(family)
-    tiny_model(type(config)(**config.to_dict() | {"layer_types": None} | window)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{family} has sliding windows of {WINDOW} positions"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize(

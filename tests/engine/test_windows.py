@@ -20,27 +20,10 @@ from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import requests_of, run_in_process
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import VOCABULARY, WINDOWED, save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
-SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 20}
-FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 4.0, "rope_theta": 10000.0}
-LONGROPE: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS},
-    "original_max_position_embeddings": 64,
-    "hidden_size": 128,
-    "sliding_window": 20,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "gemma2": {},
-    "gemma3_text": SIX,
-    "gpt_oss": {"hidden_size": 128},
-    "mistral": {"sliding_window": 20},
-    "mixtral": {"hidden_size": 128, "sliding_window": 20},
-    "phi3": LONGROPE,
-    "qwen3": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-}
 LENGTHS = (66, 90, 70, 141, 66)
 """More than three windows, and more than the positions of short factors, which `model.generate` goes by."""
 
@@ -57,11 +40,11 @@ def silent(*_: object) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("isa", ISAS[:2])
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", WINDOWED)
 def test_texts_are_those_of_generate(family: str, isa: str, tmp_path: Path) -> None:
     """With and without a draft, all in one batch, from a common beginning that is computed once."""
     compiled_kernels()
-    folders = save_tiny_pair(family, tmp_path, **SHAPES[family])
+    folders = save_tiny_pair(family, tmp_path, **WINDOWED[family])
     rng = random.Random(4)
     common = rng.choices(range(VOCABULARY), k=65)
     prompts = [[*common, *rng.choices(range(VOCABULARY), k=length - 65)] for length in LENGTHS]
@@ -90,7 +73,7 @@ def test_texts_are_those_of_generate(family: str, isa: str, tmp_path: Path) -> N
 
 def test_pages_are_those_that_layers_see(tmp_path: Path) -> None:
     """Five layers with windows of 20 and one without: a page holds 16 positions of the five, or 80 of the one."""
-    folder, _ = save_tiny_pair("gemma3_text", tmp_path, **SIX, max_position_embeddings=2048)
+    folder, _ = save_tiny_pair("gemma3_text", tmp_path, **WINDOWED["gemma3_text"], max_position_embeddings=2048)
     settings = settings_of(folder, "bfloat16")
     engine = load_target_engine(settings, silent)
     executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)

@@ -68,9 +68,31 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma2": {**_WINDOW, "attn_logit_softcapping": 2.0},
     "gemma3_text": _WINDOW,
 }
+_FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 4.0, "rope_theta": 10000.0}
+_OF_QWEN = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "sliding_window": 20,
+    },
+    "gpt_oss": {"hidden_size": 128},
+    "mistral": {"sliding_window": 20},
+    "mixtral": {"hidden_size": 128, "sliding_window": 20},
+    "phi3": {
+        "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64, **_FACTORS},
+        "original_max_position_embeddings": 64,
+        "hidden_size": 128,
+        "sliding_window": 20,
+    },
+    "qwen3": _OF_QWEN,
+    "qwen3_moe": {"hidden_size": 128, **_OF_QWEN},
+}
+"""Families with windows of 20 positions, by the sizes that give tiny models of them such layers."""
 
 
-def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
+def tiny_model(family: str, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal.
 
     `shape`: sizes of the configuration other than usual.
@@ -85,7 +107,7 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
     return model.eval()
 
 
-def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.01, **shape: int) -> tuple[Path, Path]:
+def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.01, **shape: Any) -> tuple[Path, Path]:
     """Target and draft; the draft is the target with noise on its weights, so that it is right some of the time."""
     target = tiny_model(family, **shape)
     target_folder, draft_folder = folder / f"{family}-target", folder / f"{family}-draft"
