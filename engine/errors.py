@@ -1,5 +1,8 @@
 """Reasons for which an engine does not start; each message is one line that a user can act on."""
 
+import re
+import signal
+
 
 class EngineError(Exception):
     """Base of all of them."""
@@ -27,6 +30,18 @@ class ExactModeUnavailableError(EngineError):
 
 class DraftVocabularyError(EngineError):
     """The file that names the tokens of a draft's head does not hold what it must."""
+
+
+_NO_MEMORY = re.compile("(?i)memoryerror|unable to allocate|(cannot|can't) allocate memory|not enough memory")
+
+
+def with_remedy(reason: str) -> str:
+    """Why a process did not start, with what to do about it where memory ran out."""
+    if not _NO_MEMORY.search(reason) and not reason.startswith(f"killed by signal {signal.SIGKILL:d}"):
+        return reason
+    return (
+        f"{reason} (if memory ran out: a smaller model, --quantization int4, fewer replicas or a smaller --kv-memory)"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -27,8 +28,10 @@ def chat(
     parameters: dict[str, Any],
     source: TextIO = sys.stdin,
     sink: TextIO = sys.stdout,
+    stats: bool = False,
 ) -> int:
-    """Until the end of input; `parameters` are those of each request.
+    """Until the end of input; `parameters` are those of each request. With `stats`, a line after each answer has its
+    speed and what was drafted.
 
     Raises UsageError for an address that is none, RunError when there is no server, or it refuses.
     """
@@ -36,6 +39,7 @@ def chat(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
+    common = parameters | {"stream": True} | ({"stream_options": {"include_usage": True}} if stats else {})
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
             model = model or _first_model(client)
@@ -46,7 +50,7 @@ def chat(
                     messages = list(opening)
                     continue
                 asked = [*messages, {"role": "user", "content": question}]
-                answer = _answer(client, {"model": model, "messages": asked, "stream": True, **parameters}, sink)
+                answer = _answer(client, {"model": model, "messages": asked, **common}, sink)
                 # A conversation cannot go on from an empty answer.
                 if answer:
                     messages = [*asked, {"role": "assistant", "content": answer}]
@@ -83,13 +87,17 @@ def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
     """Prints the answer as it comes, and the model's reasoning before it, which is not returned. Ctrl-C closes the
     stream, at which the server stops working on it."""
     parts: list[str] = []
-    reasoning = False
+    reasoning, usage = False, None
+    started = time.perf_counter()
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
                 raise RunError(f"the server refuses: {_reason(response)}")
             for name, piece in _pieces(response):
+                if name == "usage":
+                    usage = piece
+                    continue
                 if name == "content":
                     parts.append(piece)
                     if reasoning:
@@ -99,11 +107,19 @@ def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
     except KeyboardInterrupt:
         print(" ...", end="", file=sink)
     print(file=sink, flush=True)
+    if usage is not None:
+        print(_speed(usage, time.perf_counter() - started), file=sink, flush=True)
     return "".join(parts)
 
 
-def _pieces(response: httpx.Response) -> Iterator[tuple[str, str]]:
-    """Texts, each with the field that has it."""
+def _speed(usage: dict[str, Any], seconds: float) -> str:
+    tokens, spool = usage["completion_tokens"], usage["spool"]
+    drafted = f"{spool['accepted']} of {spool['drafted']} drafted tokens accepted"
+    return f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s with the prompt; {drafted}]"
+
+
+def _pieces(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    """Texts, and the usage if there is one, each with the field that has it."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
@@ -111,6 +127,8 @@ def _pieces(response: httpx.Response) -> Iterator[tuple[str, str]]:
         event = json.loads(data)
         if "error" in event:
             raise RunError(f"the answer broke off: {event['error'].get('message', event['error'])}")
+        if event.get("usage"):
+            yield "usage", event["usage"]
         for choice in event.get("choices", ()):
             for name in ("reasoning_content", "content"):
                 if piece := choice["delta"].get(name):

@@ -136,6 +136,7 @@ def chat_command(
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     priority: Annotated[int | None, typer.Option(help="Lower goes first.", min=MIN_PRIORITY, max=MAX_PRIORITY)] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="After each answer, show speed and drafted tokens.")] = False,
 ) -> int:
     """Talks to a running server in the terminal."""
     from deploy.cli.chat import FALLBACK_URL, chat
@@ -145,7 +146,7 @@ def chat_command(
     address = url or (served.http_url if served is not None else FALLBACK_URL)
     options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "priority": priority}
     chosen = {name: value for name, value in options.items() if value is not None}
-    return chat(address, model, api_key, system, chosen)
+    return chat(address, model, api_key, system, chosen, stats=stats)
 
 
 def logs_command(

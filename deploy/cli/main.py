@@ -16,6 +16,7 @@ from deploy.cli.commands import add_commands
 from deploy.config.problems import ConfigurationError
 from deploy.errors import RunError, UsageError
 from deploy.kubernetes.command import k8s_app
+from engine.models.source import is_full
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
@@ -59,6 +60,12 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of standard output has gone; the interpreter must not try to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return _complain(
+            f"{error.filename or 'the output'} cannot be written: {error.strerror} (free some space)", _FAILED
+        )
     # Typer returns this code for Ctrl-C and prints nothing.
     if outcome == _INTERRUPTED:
         return _complain("interrupted", _INTERRUPTED)

@@ -47,7 +47,8 @@ def check_ports(config: SpoolConfig) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             raise UsageError(
-                f"gateway.{field} is {port}, which is not available on {gateway.host}: {reason}"
+                f"gateway.{field} is {port}, which is not available on {gateway.host}: {reason} (stop what listens "
+                f"there, or choose another: --{field.replace('_', '-')} N)"
             ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from deploy.cluster.local_ray import own_ray_environment
 from deploy.cluster.served_state import StateFolder
 from deploy.errors import RunError
+from engine.errors import one_line, with_remedy
 
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
@@ -35,7 +36,7 @@ def connected(address: str, own: StateFolder | None) -> Iterator[None]:
             address=address, namespace="spool", log_to_driver=False, configure_logging=False, logging_level="ERROR"
         )
     except Exception as error:  # Ray's errors have no common ancestor
-        raise RunError(f"Ray at {address} cannot be joined: {first_line(error)}") from error
+        raise RunError(f"Ray at {address} cannot be joined: {_why_not_joined(error)}") from error
     try:
         yield
     finally:
@@ -122,6 +123,12 @@ def _scheduler_status(app_name: str, deployment: str) -> dict[str, Any] | None:
     return status
 
 
+def _why_not_joined(error: BaseException) -> str:
+    if "version mismatch" not in str(error).lower():
+        return first_line(error)
+    return f"{one_line(error)} (install the cluster's versions here, or unset ray.address for a Ray of Spool's own)"
+
+
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
@@ -131,4 +138,4 @@ def reason_of_failure(message: str) -> str:
     """The one line of Serve's message, with its tracebacks, that says why a replica does not start."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and ": " in line]
-    return errors[-1] if errors else lines[0] if lines else "no reason is known"
+    return with_remedy(errors[-1] if errors else lines[0] if lines else "no reason is known")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import UsageError
+from deploy.errors import RunError, UsageError
 from deploy.offline.decoding import Completion, Job
 from deploy.options import RunSettings
 from services.text.tokenizer import ModelTokenizer
@@ -64,6 +64,8 @@ def keep_finished(path: Path, jobs: Sequence[Job], digest: str) -> int:
 
     Raises `UsageError` where the file holds anything else than answers to these jobs with these settings.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"--output is {path}, must be a regular file: an interrupted run goes on from it")
     try:
         content = path.read_bytes() if path.exists() else b""
     except OSError as error:
@@ -93,8 +95,13 @@ def keep_finished(path: Path, jobs: Sequence[Job], digest: str) -> int:
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """The line is on disk when this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """The line is on disk when this returns. Raises `RunError`."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror} (free some space; the same command goes on where this one stopped)"
+        ) from error

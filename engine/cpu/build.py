@@ -69,7 +69,8 @@ def compiler_command() -> list[str]:
     for command in [shlex.split(chosen)] if chosen else [["gcc"], ["clang"]]:
         if command and shutil.which(command[0]):
             return command
-    raise CompilationError(f"no C compiler: there is no {f'program {chosen!r} (CC)' if chosen else 'gcc and no clang'}")
+    missing = f"program {chosen!r} (CC)" if chosen else "gcc and no clang"
+    raise CompilationError(f"no C compiler, there is no {missing}: install gcc")
 
 
 def private_folder(folder: Path) -> Path:

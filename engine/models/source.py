@@ -5,6 +5,7 @@ No torch here: names are resolved wherever settings are read.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -176,16 +177,29 @@ def download_model(name: str, progress: Progress) -> Path:
         if not _has_weights(folder):
             folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "*.bin"]))
     except GatedRepoError as error:
-        raise ModelNotFoundError(f"{name}: the hub gives it only to those who accepted its terms") from error
-    except RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name}: no such folder, and the hub has no such model") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"{name}: no such folder, and not to be had from the hub: {_first_line(error)}"
+            f"{name}: the hub gives it only to those who accepted its terms: accept them on the model's page and set "
+            f"HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{name}: no such folder, and the hub has no such model: check the name, or set HF_TOKEN if it is private"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        remedy = "check network and proxy (HTTPS_PROXY), or give the folder of a model"
+        if isinstance(error, OSError) and is_full(error):
+            remedy = "free some space, or set HF_HOME to another disk"
+        raise ModelNotFoundError(
+            f"{name}: no such folder, and not to be had from the hub: {_first_line(error)} ({remedy})"
         ) from error
     if not (folder / "config.json").is_file() or not _has_weights(folder):
         raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
     return folder
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, a quota or the limit of a file's size is."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _first_line(error: Exception) -> str:

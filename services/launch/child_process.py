@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from engine.errors import with_remedy
 from services.rpc.backoff import Backoff
 
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -115,8 +116,8 @@ class ChildProcess:
                     self._on_loading(self.name, "up", 1.0)
                     return
                 case {"event": "failed", "error": error}:
-                    raise ProcessStartError(f"{self.name}: {error}")
-        reason = await self.wait()
+                    raise ProcessStartError(f"{self.name}: {with_remedy(error)}")
+        reason = with_remedy(await self.wait())
         lines = self.log_path.read_text(errors="replace").rstrip().splitlines()
         raise ProcessStartError(f"{self.name}: {reason}: {lines[-1].strip()[:500] if lines else 'its log is empty'}")
 

@@ -47,6 +47,14 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<start>assistant
 {% endif %}"""
 
+_OTHER_RAY = """
+import sys, ray
+ray.__version__ = "2.0.0"
+print(ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False).address_info["gcs_address"])
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 
@@ -184,3 +192,18 @@ def test_the_demo_detached(own_ray: OwnRay) -> None:
     assert spool("down", environment=environment).code == 0
     assert spool("status", environment=environment).code == 1
     assert spool("down", environment=environment).code == 0
+
+
+def test_a_ray_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says so of itself, as the head of a cluster does."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER_RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        address = other.stdout.readline().strip()
+        ended = spool("serve", "--set", f"ray.address={address}", environment={"SPOOL_STATE": str(tmp_path)})
+        other.communicate()
+    assert (ended.code, ended.err.count("\n")) == (1, 1), ended.err
+    for part in (f"spool: Ray at {address} cannot be joined: ", "Ray: 2.0.0 ", "install the cluster's versions here"):
+        assert part in ended.err

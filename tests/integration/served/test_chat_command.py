@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -44,6 +45,17 @@ def test_a_conversation_keeps_its_history(gateways: Gateways) -> None:
     first = answer(gateways, history)
     history += [{"role": "assistant", "content": first}, {"role": "user", "content": "and now"}]
     assert ended.out == f"{first}\n{answer(gateways, history)}\n{first}\n"
+
+
+def test_stats_follow_each_answer(gateways: Gateways) -> None:
+    with gateways.serve() as served:
+        options = f"--url {served.url} --temperature 0 --max-tokens {TOKENS} --stats".split()
+        ended = spool("chat", *options, given="hello there\n/new\nhello there\n")
+    assert ended.code == 0, ended.err
+    text, stats = answer(gateways, [{"role": "user", "content": "hello there"}]), r"\[30 tokens, [\d.]+ tokens/s .*"
+    found = re.findall(rf"{re.escape(text)}\n{stats}; (\d+) of (\d+) drafted tokens accepted\]\n", ended.out)
+    assert len(found) == 2
+    assert all(0 < int(accepted) <= int(drafted) for accepted, drafted in found)
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation(gateways: Gateways) -> None:

@@ -129,7 +129,9 @@ def test_ports_that_are_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"gateway.grpc_port is {port}, .*: Address already in use"):
+        with pytest.raises(
+            UsageError, match=rf"gateway.grpc_port is {port}, .*: Address already in use \(.* --grpc-port N\)"
+        ):
             check_ports(load_configuration(None, [f"gateway.grpc_port={port}"]))
 
 

@@ -84,9 +84,11 @@ def test_without_a_compiler_there_are_no_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "none"))
+    said: list[str] = []
     with caplog.at_level(logging.WARNING):
-        assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is None
+        assert load_cpu_kernels(torch.bfloat16, lambda text, _: said.append(text)) is None
     assert "no C compiler" in caplog.text
+    assert said[-1].endswith(": install gcc")
 
 
 def test_a_compiler_that_fails_is_reported(compiler: Path, cache: Path) -> None:
