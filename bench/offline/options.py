@@ -83,9 +83,6 @@ class BenchOfflineSettings(BaseModel):
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the result.")] = Path(
         "bench-offline.json"
     )
-    trace: Annotated[
-        Path | None, typer.Option(help="Chrome trace of the last cell's steps (chrome://tracing, ui.perfetto.dev).")
-    ] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from bench.offline.options import BenchOfflineSettings
 from bench.offline.peers import PeerError, PeerModels, Peers
 from bench.offline.results import Measurement, cells_table, summarise
 from bench.record import origin
-from deploy.errors import RunError, UsageError
+from deploy.errors import RunError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.cell import Cell, running_cell
@@ -30,7 +29,6 @@ from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
-from services.scheduler.telemetry.step_trace import StepTrace, chrome_trace
 
 _WARM_UP_TOKENS = 64
 _WIDTH = 180
@@ -101,7 +99,7 @@ class _Run:
                 await self._measure(point, repeat, cells, peers)
 
     def result(self) -> dict[str, Any]:
-        settings = self._settings.model_dump(mode="json", exclude={"output", "trace", "vllm_python"})
+        settings = self._settings.model_dump(mode="json", exclude={"output", "vllm_python"})
         return self._origin | {
             "settings": settings,
             "prompts": len(self._jobs),
@@ -163,7 +161,6 @@ class _Run:
         self._say(f"{point}, repeat {repeat + 1}: {found.tokens_per_second:.1f} tokens/s, same output {match:.1%}")
 
     async def _measure_spool(self, point: GridPoint, cell: Cell) -> tuple[list[list[int]], Measurement]:
-        trace = StepTrace()
         completions = [Completion() for _ in self._jobs]
         # The scheduler warms up too: it learns what steps cost, what is accepted and how long outputs are.
         warm_up = [
@@ -175,13 +172,10 @@ class _Run:
             stop_token_ids=self._models.tokenizer.stop_token_ids,
             drafting=point.system.drafts,
             warm_up=warm_up,
-            trace=trace,
         )
         found = await decode(cell, plan, self._jobs, self._reporter, completions.__setitem__)
         if found.workers_lost:
             raise RunError(f"a worker died while {point} was measured")
-        if self._settings.trace is not None:
-            _write_trace(self._settings.trace, trace)
         measurement = Measurement(
             point,
             repeat=0,
@@ -202,10 +196,3 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _write_trace(path: Path, trace: StepTrace) -> None:
-    try:
-        path.write_text(json.dumps(chrome_trace(trace.steps)), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error

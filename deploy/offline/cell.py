@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -14,7 +14,6 @@ from engine.settings import EngineSettings
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
-from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
@@ -42,9 +41,7 @@ class Cell:
         self._last_death = ""
 
     @asynccontextmanager
-    async def service(
-        self, config: SchedulerConfig, drafting: bool, observers: Iterable[ServiceObserver] = ()
-    ) -> AsyncIterator[SchedulerService]:
+    async def service(self, config: SchedulerConfig, drafting: bool) -> AsyncIterator[SchedulerService]:
         """A scheduler without sequences over all workers, or only over the targets."""
         endpoints = [
             WorkerEndpoint(worker.worker_id, worker.role, worker.address)
@@ -60,7 +57,6 @@ class Cell:
             scheduler_epoch=epoch,
             link_options=links,
             security=self.security,
-            observers=observers,
         ) as service:
             try:
                 await service.workers.add(endpoints)

@@ -18,7 +18,6 @@ from scheduler.sampling import SamplingParameters
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
-from services.scheduler.telemetry.step_trace import StepTrace
 from services.text.tokenizer import ModelTokenizer
 
 _SECONDS_BETWEEN_REPORTS = 0.25
@@ -69,7 +68,7 @@ def longest_lengths(jobs: Sequence[Job], config: SchedulerConfig) -> list[int]:
 class DecodingPlan:
     """How one pass over the jobs is run; `title` is for the progress display.
 
-    `warm_up` is decoded first, by the same scheduler, and counts nowhere. `trace` records the steps.
+    `warm_up` is decoded first, by the same scheduler, and counts nowhere.
     """
 
     title: str
@@ -78,7 +77,6 @@ class DecodingPlan:
     drafting: bool = True
     logits_digests: bool = False
     warm_up: Sequence[Job] = ()
-    trace: StepTrace | None = None
 
 
 async def decode(
@@ -99,7 +97,7 @@ async def decode(
         on_done(index, completion)
         done += 1
 
-    async with cell.service(plan.config, plan.drafting, [plan.trace] if plan.trace else []) as service:
+    async with cell.service(plan.config, plan.drafting) as service:
 
         def report() -> None:
             reporter.run(plan.title, done, len(jobs), service.statistics())
@@ -109,8 +107,6 @@ async def decode(
                 async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive), asyncio.TaskGroup() as group:
                     await _submit_all(service, plan, plan.warm_up, group, lambda *_: None)
                 service.reset_statistics()
-                if plan.trace is not None:
-                    plan.trace.clear()
             async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive, report), asyncio.TaskGroup() as group:
                 await _submit_all(service, plan, jobs, group, count)
         except* (RunError, UsageError) as errors:

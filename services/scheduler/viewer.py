@@ -10,18 +10,48 @@ from contextlib import aclosing
 import grpc.aio
 
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
-from scheduler.messages import SequenceState
+from scheduler.messages import Role, RowResult, SendStep, SequenceState
 from scheduler.statistics import SequenceSnapshot
+from services.observability.observer import ServiceObserver, StepTimings
 from services.rpc.conversion import WireEnum, to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
-from services.scheduler.telemetry.step_trace import StepTrace, TracedStep
 
 MIN_PERIOD_SECONDS = 0.1
 MAX_PERIOD_SECONDS = 60.0
 MAX_SEQUENCES = 10_000
 
 _STATES = WireEnum(SequenceState, cell_view_pb2.SequenceState, "SEQUENCE_STATE_")
+
+
+class StepViews(ServiceObserver):
+    """Collects views of answered steps, until they are taken. A worker's clock never leaves it: a step is taken to end
+    when its reply came, so it is late by the way of the reply."""
+
+    def __init__(self) -> None:
+        self._steps: list[cell_view_pb2.StepView] = []
+
+    def take(self) -> list[cell_view_pb2.StepView]:
+        """Those answered since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def step_replied(
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
+    ) -> None:
+        if not step.rows:
+            return
+        self._steps.append(
+            cell_view_pb2.StepView(
+                worker_id=step.worker_id,
+                role=ROLES.to_wire(role),
+                started=now - timings.total,
+                ended=now,
+                rows=len(step.rows),
+                draft_length=max(row.draft_length or len(row.draft_tokens) for row in step.rows),
+                equal_length=step.group is not None and step.group.equal_length and step.group.rows > 1,
+            )
+        )
 
 
 class CellViewer(cell_view_pb2_grpc.CellViewerServicer):
@@ -52,15 +82,15 @@ async def views(
     max_sequences: int,
 ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
     """One view each period, until the service is closed."""
-    trace = StepTrace()
-    with service.observed(trace):
+    steps = StepViews()
+    with service.observed(steps):
         while service.closed_because is None:
             reply = status()
             yield cell_view_pb2.CellView(
                 now=time.monotonic(),
                 sequences=[_sequence(one) for one in service.core.sequences(max_sequences)],
                 unlisted_sequences=max(reply.live_set.live - max_sequences, 0),
-                steps=[_step(one) for one in trace.take() if one.rows],
+                steps=steps.take(),
                 status=reply,
             )
             await asyncio.sleep(period_seconds)
@@ -77,7 +107,3 @@ def _check(request: cell_view_pb2.WatchRequest) -> None:
 
 def _sequence(snapshot: SequenceSnapshot) -> cell_view_pb2.SequenceView:
     return to_wire(cell_view_pb2.SequenceView, snapshot, state=_STATES.to_wire(snapshot.state))
-
-
-def _step(step: TracedStep) -> cell_view_pb2.StepView:
-    return to_wire(cell_view_pb2.StepView, step, role=ROLES.to_wire(step.role), ended=step.replied)

@@ -23,7 +23,7 @@ from selenium.webdriver.common.by import By
 from services.backend.interface import BackendUnavailableError
 from services.gateway.settings import GatewaySettings
 from services.scheduler.service import SchedulerService
-from services.scheduler.telemetry.step_trace import StepTrace
+from services.scheduler.viewer import StepViews
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 from tests.support.waiting import LONG, setting, wait_until
 
@@ -32,7 +32,7 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def recorded(service: SchedulerService) -> bool:
-    return any(isinstance(observer, StepTrace) for observer in service.observers)
+    return any(isinstance(observer, StepViews) for observer in service.observers)
 
 
 # --- who may see it ---------------------------------------------------------------------------------------------------
