@@ -1,10 +1,10 @@
-"""How fast the scheduler core decides, with simulated workers. JSON on the last line with `--json`.
+"""How fast the scheduler core decides, with simulated workers, in JSON.
 
 A *row decision* is one row of a draft or target step: planned into the step, and its answer applied. Workers answer in
 virtual time; only the processor time of `SchedulerCore.handle` is measured. A sequence that ends is replaced by a new
 one at once. The default policy drafts in every round; `--policy auto` may find that drafting does not pay.
 
-    python -m bench.record core_speed -- python -m bench.core_speed --json
+    python -m bench.record core_speed -- python -m bench.core_speed
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import time
 from array import array
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from bench.pace import Pace
 from scheduler.config import Policy, SchedulerConfig
@@ -233,20 +230,10 @@ def main() -> int:
     defaults = Load()
     for name, value in asdict(defaults).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--json", action="store_true", help="print load and figures as JSON, on one line")
-    arguments = vars(parser.parse_args())
-    as_json = arguments.pop("json")
-    load = Load(**arguments)
+    load = Load(**vars(parser.parse_args()))
     # As every process with a scheduler does.
     keep_loaded_objects()
-    speed = measure(load)
-    if as_json:
-        print(json.dumps({"load": asdict(load), **asdict(speed)}))
-        return 0
-    table = Table("figure", "value", title=f"scheduler core, {load.pool} sequences, window {load.window}")
-    for name, value in asdict(speed).items():
-        table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    print(json.dumps({"load": asdict(load), **asdict(measure(load))}))
     return 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
 import sys
 import time
@@ -57,19 +58,6 @@ async def measure(application: Application, arguments: argparse.Namespace) -> di
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """In Markdown."""
-    lines = [
-        "| fault | longest pause, s | median pause, s | no stream progressed for, s | recovered after, s |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in result["faults"]:
-        figures = [row[name] for name in ("longest", "median", "whole_cell", "window")]
-        cells = ["" if figure is None else f"{figure:.2f}" for figure in figures]
-        lines.append(f"| {' | '.join([row['fault'], *cells])} |")
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32, help="streams at once")
@@ -86,7 +74,7 @@ def main(argv: list[str]) -> int:
         print(f"bench.chaos: {error}", file=sys.stderr)
         return 1
     write_result(arguments.output, shlex.join(["python", "-m", "bench.chaos", *argv]), result)
-    print(table(result))
+    print(json.dumps(result["faults"], indent=2))
     return 1 if result["wrong"] else 0
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from transformers.utils import logging as transformers_logging
 
-from bench.gpu.decoding import Stream, decode, free, prefill, prompts
 from bench.gpu.device import (
     check_device,
     default_device,
@@ -27,15 +26,13 @@ from bench.gpu.device import (
     product_rate,
     wait_for,
 )
-from bench.gpu.engines import MAX_TOKENS, Bench, Engines
+from bench.gpu.engines import Bench, Engines
 from bench.gpu.exactness import exactness
 from bench.gpu.findings import Block, Findings, run_block
 from bench.gpu.pair import SHAPES
-from bench.gpu.peer import transformers_generate
 from bench.gpu.processes import killed_and_moved
 from bench.gpu.products import measure_products
 from bench.gpu.speed import long_contexts, plain, sampled, speculation
-from bench.gpu.trace import trace
 from bench.record import describe_machine, installed_version, origin
 from engine.models.source import CACHE_VARIABLE
 
@@ -48,7 +45,6 @@ class Run:
     """`small`: sizes for a CPU, on which the script is tried."""
 
     bench: Bench
-    folder: Path
     small: bool
     commit: str
 
@@ -57,12 +53,10 @@ class Run:
             Block("device", 20, self.device),
             Block("speed", 150, self.speed),
             Block("exactness", 90, lambda: self.exactness(self.bench.engines(_SERVED), _SERVED, 64, 64)),
-            Block("trace", 40, self.trace),
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
             Block("products", 90, self.products),
             Block("exactness without graphs", 60, self.exactness_without_graphs),
-            Block("transformers", 60, self.peer),
             Block("processes", 120, self.processes),
         ]
 
@@ -120,18 +114,6 @@ class Run:
                     name = f"own, {bits} bits"
                     measure_products(bench.device, bench.findings, name, of_codes, bench.read_bandwidth, bits)
 
-    def trace(self) -> None:
-        engines = self.bench.engines(_SERVED)
-        target, draft, batch = engines.target, engines.draft, 2 if self.small else 8
-        streams = [Stream(prompt) for prompt in prompts(batch, 64, target.description.vocabulary_size)]
-        try:
-            prefill(target, draft, streams, MAX_TOKENS)
-            for what, length in (("plain", 0), ("speculation", 4)):
-                step = partial(decode, target, draft, streams, 1, length)
-                trace(self.bench.device, self.bench.findings, f"{what}, batch {batch}", step, self.folder)
-        finally:
-            free(target, draft, streams)
-
     def attention(self) -> None:
         if not self.bench.is_gpu:
             self.bench.findings.add("left out", reason="the attention kernel is for GPUs")
@@ -142,9 +124,6 @@ class Run:
             time_attention(self.bench.device, self.bench.findings, self.bench.read_bandwidth)
             check_attention(self.bench.device, self.bench.findings)
 
-    def peer(self) -> None:
-        transformers_generate(self.bench, self.batches, 8 if self.small else 24)
-
     def processes(self) -> None:
         self.bench.drop()
         killed_and_moved(self.bench)
@@ -154,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     """0 where every block of this process came to its end, else 1."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for findings.jsonl and traces")
+    parser.add_argument("--out", type=Path, required=True, help="folder for findings.jsonl")
     parser.add_argument("--seconds", type=float, default=480, help="for everything together")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument("--shape", choices=SHAPES, help="of the pair; default: qwen3-8b, tiny on a CPU")
@@ -174,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     findings = Findings(asked.out / "findings.jsonl", lambda line: print(line, flush=True))
     dtype = torch.float32 if small else torch.bfloat16
     bench = Bench(torch.device(device), dtype, asked.shape or ("tiny" if small else "qwen3-8b"), findings)
-    blocks = Run(bench, asked.out, small, asked.commit).blocks()
+    blocks = Run(bench, small, asked.commit).blocks()
     names = [block.name for block in blocks]
     unknown = {*(asked.only or names), *([asked.first] if asked.first else [])} - set(names)
     if unknown:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from engine.target import TargetEngine
 _PROMPT_TOKENS = 100
 _TOKENS = 64
 _KILLED_AFTER = 20
-_START_SECONDS = 150.0
 _KV_TOKENS = 8192
 
 Written = list[tuple[int, int]]
@@ -37,22 +37,30 @@ Written = list[tuple[int, int]]
 
 def killed_and_moved(bench: Bench) -> None:
     """What two processes write must be what one writes by itself, with the same bits of logits."""
-    with _targets(bench, 3) as (first, second, third):
+    with _target(bench) as first, _target(bench) as second, _target(bench) as third:
+        # All of them load at the same time.
+        process_ids = [target.submit(os.getpid) for target in (first, second, third)]
         (prompt,) = prompts(1, _PROMPT_TOKENS, SHAPES[bench.shape]().target.vocab_size, seed=2)
-        whole = second.ask("decode", prompt, _TOKENS)
+        whole: Written = second.submit(_decode, prompt, _TOKENS).result()
 
         begun: Written = []
         while len(begun) < _KILLED_AFTER:
-            begun += first.ask("decode", [*prompt, *(token for token, _ in begun)], 1)
+            begun += first.submit(_decode, _joined(prompt, begun), 1).result()
         # The next step is under way when the process dies.
-        first.begin("decode", [*prompt, *(token for token, _ in begun)], _TOKENS)
-        first.kill()
-        rest = second.ask("decode", [*prompt, *(token for token, _ in begun)], _TOKENS - len(begun))
+        under_way = first.submit(_decode, _joined(prompt, begun), _TOKENS)
+        os.kill(process_ids[0].result(), signal.SIGKILL)
+        with suppress(BrokenProcessPool):
+            under_way.result()
+        rest = second.submit(_decode, _joined(prompt, begun), _TOKENS - len(begun)).result()
         _compare(bench.findings, "killed and resumed by another process", whole, begun + rest)
-        begun = second.ask("decode", prompt, _KILLED_AFTER)
-        pages = second.ask("pages")
-        rest = third.ask("go on", [*prompt, *(token for token, _ in begun)], pages, _TOKENS - len(begun))
+        begun = second.submit(_decode, prompt, _KILLED_AFTER).result()
+        pages = second.submit(_pages).result()
+        rest = third.submit(_go_on, _joined(prompt, begun), pages, _TOKENS - len(begun)).result()
         _compare(bench.findings, "KV moved to another process", whole, begun + rest, pages=len(pages))
+
+
+def _joined(prompt: Sequence[int], written: Written) -> list[int]:
+    return [*prompt, *(token for token, _ in written)]
 
 
 def _compare(findings: Findings, what: str, whole: Written, found: Written, **more: Any) -> None:
@@ -65,87 +73,43 @@ def _compare(findings: Findings, what: str, whole: Written, found: Written, **mo
     )
 
 
-class _TargetProcess:
-    def __init__(self, process: Any, connection: Connection) -> None:
-        self._process = process
-        self._connection = connection
-
-    def begin(self, *order: Any) -> None:
-        self._connection.send(order)
-
-    def ask(self, *order: Any) -> Any:
-        """Raises RuntimeError with the process's own words where it fails, TimeoutError where it does not answer."""
-        self.begin(*order)
-        return self.answer(_START_SECONDS)
-
-    def answer(self, seconds: float) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError(f"a target process did not answer within {seconds:.0f} s")
-        succeeded, answer = self._connection.recv()
-        if not succeeded:
-            raise RuntimeError(f"a target process failed: {answer}")
-        return answer
-
-    def kill(self) -> None:
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGKILL)
-        self._process.join()
-
-
 @contextmanager
-def _targets(bench: Bench, count: int) -> Iterator[list[_TargetProcess]]:
-    """All of them are ready."""
-    context = get_context("spawn")
-    targets = []
-    try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, str(bench.device), bench.dtype, bench.shape)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            targets.append(_TargetProcess(process, ours))
-        for target in targets:
-            target.answer(_START_SECONDS)
-        yield targets
-    finally:
-        for target in targets:
-            target.kill()
+def _target(bench: Bench) -> Iterator[ProcessPoolExecutor]:
+    """One process with an engine."""
+    arguments = (str(bench.device), bench.dtype, bench.shape)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_load, initargs=arguments) as target:
+        yield target
 
 
-def _serve(connection: Connection, device: str, dtype: torch.dtype, shape: str) -> None:
-    """Answers orders until it is killed."""
-    try:
-        quiet = Findings(Path(os.devnull), lambda _: None)
-        bench = Bench(torch.device(device), dtype, shape, quiet)
-        model = Pair(SHAPES[shape](), bench.device, dtype).target
-        engine = target_engine_of(model, bench.settings(_KV_TOKENS), lambda *_: None)
-        stream = Stream([])
-        connection.send((True, None))
-        while True:
-            order, *arguments = connection.recv()
-            match order:
-                case "decode":
-                    engine.pool.free(stream.table)
-                    stream = Stream(arguments[0])
-                    connection.send((True, _written(engine, stream, arguments[1])))
-                case "pages":
-                    pages = [engine.kv_store.read_page(page) for page in stream.table.pages]
-                    connection.send((True, pages))
-                case "go on":
-                    engine.pool.free(stream.table)
-                    known, pages, count = arguments
-                    stream = Stream(known, table=_written_pages(engine, pages, len(known) - 1))
-                    connection.send((True, _written(engine, stream, count)))
-    except Exception as error:
-        connection.send((False, f"{type(error).__name__}: {error}"))
+# Of a process: its engine, and what was decoded last.
+_engine: TargetEngine
+_stream = Stream([])
 
 
-def _written_pages(engine: TargetEngine, pages: list[bytes], length: int) -> PageTable:
+def _load(device: str, dtype: torch.dtype, shape: str) -> None:
+    global _engine
+    bench = Bench(torch.device(device), dtype, shape, Findings(Path(os.devnull), lambda _: None))
+    model = Pair(SHAPES[shape](), bench.device, dtype).target
+    _engine = target_engine_of(model, bench.settings(_KV_TOKENS), lambda *_: None)
+
+
+def _decode(known: Sequence[int], count: int) -> Written:
+    global _stream
+    _engine.pool.free(_stream.table)
+    _stream = Stream(known)
+    return _written(_engine, _stream, count)
+
+
+def _pages() -> list[bytes]:
+    return [_engine.kv_store.read_page(page) for page in _stream.table.pages]
+
+
+def _go_on(known: Sequence[int], pages: list[bytes], count: int) -> Written:
     table = PageTable()
-    engine.pool.append(table, length)
+    _engine.pool.append(table, len(known) - 1)
     for page, content in zip(table.pages, pages, strict=True):
-        engine.kv_store.write_page(page, content)
-    return table
+        _engine.kv_store.write_page(page, content)
+    return _written(_engine, Stream(known, table=table), count)
 
 
 def _written(engine: TargetEngine, stream: Stream, count: int) -> Written:
