@@ -365,6 +365,12 @@ class ReplaySettings(_Frozen):
         "Ed25519 public key that must have signed them, 64 hexadecimal digits. Unset: any, or none.",
         pattern="^[0-9a-f]{64}$",
     )
+    against: str | None = described(
+        None,
+        "Fingerprint of receipts that another target made: compute them all the same, and say where and by how much "
+        "this target parts from it.",
+        pattern="^fp_[0-9a-f]{16}$",
+    )
     logprobs: bool = described(False, "With --json, also give the log probability of every token.")
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")

@@ -18,15 +18,19 @@ from scheduler.sampling import SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class KnownOutput:
+    """`to_the_end`: followed also beyond tokens that the target would not sample."""
+
     prompt: Sequence[int]
     output: Sequence[int]
     sampling: SamplingParameters
+    to_the_end: bool = False
 
 
 @dataclass(slots=True)
 class Replayed:
-    """Up to the first token that differs, or the whole output: the tokens that the target samples, the digest of the
-    logits of each, and its log probabilities, where asked for. With an `error` nothing is known beyond them."""
+    """Up to the first token that differs, or of the whole output: the tokens that the target samples after those that
+    are known, the digest of the logits of each, and its log probabilities, where asked for. With an `error` nothing is
+    known beyond them."""
 
     tokens: list[int] = field(default_factory=list)
     logits_digests: list[int] = field(default_factory=list)
@@ -46,7 +50,8 @@ class _Run:
     def ended(self) -> bool:
         tokens, output = self.found.tokens, self.known.output
         differs = bool(tokens) and tokens[-1] != output[len(tokens) - 1]
-        return differs or len(tokens) == len(output) or self.found.error is not None
+        parted = differs and not self.known.to_the_end
+        return parted or len(tokens) == len(output) or self.found.error is not None
 
     def row(self, room: int) -> VerifyRow:
         """The next one, of at most `room` tokens."""

@@ -6,46 +6,62 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import RunError, UsageError
+from deploy.offline.parting import Parting, logprob_of, parting
 from deploy.options import ReplaySettings
 from deploy.progress import Reporter, say
 from deploy.workers import worker_devices
-from engine.cpu.isa import AUTO, CPU_ISAS
+from engine.cpu.isa import AUTO, available_isas
+from engine.description import EngineDescription
 from engine.errors import EngineError
 from engine.models.source import ModelNotFoundError
 from engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
 from services.launch.process_tuning import compute_environment
-from services.receipts.fingerprint import differences
+from services.receipts.fingerprint import differences, fingerprint_name
 from services.receipts.receipt import Receipt, ReceiptError, receipts_in
 
 # Without shapes that bits depend on, passes are large: they take less time for a token.
 _TOKENS_OF_A_PASS = 384
 
 
+# So likely must a receipt's token be for its log probability to be known where another one comes out.
+_TOP_LOGPROBS = 1000
+
+
 @dataclass(slots=True)
 class Verdict:
-    """Of one receipt, at its `place`; `reason` says where it is not what the target computes, None if it is.
-    `logprobs`: of each token of the output."""
+    """Of one receipt, at its `place`; `reason` says where it is not what the target computes, None if it is, and
+    `parting` by how much where another target made it. `logprobs`: of each token of the output."""
 
     place: str
     tokens: int = 0
     reason: str | None = None
-    logprobs: Sequence[float] | None = None
+    parting: Parting | None = None
+    logprobs: Sequence[float | None] | None = None
 
     @property
     def equal(self) -> bool:
         return self.reason is None
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A receipt; `logprobs` are those of the answer that it came with, or none."""
+
+    verdict: Verdict
+    receipt: Receipt
+    logprobs: Sequence[float]
+
+
 def replay_receipts(settings: ReplaySettings) -> int:
     """Exit code 0 if the target computes every receipt again, bit by bit, else 1. Raises `UsageError`, `RunError`."""
     verdicts: list[Verdict] = []
-    receipts: list[tuple[Verdict, Receipt]] = []
-    for place, data in _read(settings.receipts):
+    receipts: list[_Entry] = []
+    for place, data, logprobs in _read(settings.receipts):
         verdicts.append(Verdict(place))
         try:
             receipt = Receipt.from_json(data, settings.public_key)
@@ -53,23 +69,20 @@ def replay_receipts(settings: ReplaySettings) -> int:
             verdicts[-1].reason = str(error)
         else:
             verdicts[-1].tokens = len(receipt.output)
-            receipts.append((verdicts[-1], receipt))
+            receipts.append(_Entry(verdicts[-1], receipt, logprobs))
     seconds = _replay(receipts, settings) if receipts else 0.0
     for verdict in verdicts:
         say(f"{verdict.place}: {f'equal, {verdict.tokens} tokens' if verdict.equal else verdict.reason}")
     equal, tokens = sum(verdict.equal for verdict in verdicts), sum(verdict.tokens for verdict in verdicts)
     say(f"{equal} of {len(verdicts)} receipts are equal; {tokens} tokens in {seconds:.1f} s")
     if settings.json_output:
-        found = [
-            {name: getattr(verdict, name) for name in ("place", "equal", "tokens", "reason", "logprobs")}
-            for verdict in verdicts
-        ]
+        found = [asdict(verdict) | {"equal": verdict.equal} for verdict in verdicts]
         print(json.dumps({"command": "replay", "receipts": found, "tokens": tokens, "seconds": seconds}), flush=True)
     return 0 if equal == len(verdicts) else 1
 
 
-def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """Receipts, or answers that have some: one in a file, or one a line."""
+def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any, Sequence[float]]]:
+    """Receipts, or answers that have some: one in a file, or one a line. Each with its place and log probabilities."""
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
@@ -79,20 +92,22 @@ def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
                 entries = [json.loads(line) for line in text.splitlines() if line.strip()]
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read as JSON or JSON lines: {error}") from error
-        found = [receipt for entry in entries for receipt in receipts_in(entry)]
+        found = [each for entry in entries for each in receipts_in(entry)]
         if not found:
             raise UsageError(f"{file} holds no receipt")
-        for number, data in enumerate(found, 1):
-            yield str(file) if len(found) == 1 else f"{file}, receipt {number}", data
+        for number, (data, logprobs) in enumerate(found, 1):
+            yield str(file) if len(found) == 1 else f"{file}, receipt {number}", data, logprobs
 
 
-def _replay(receipts: Sequence[tuple[Verdict, Receipt]], settings: ReplaySettings) -> float:
+def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
     """Completes the verdicts; gives the seconds that it took once the target was loaded."""
-    longest = max(len(receipt.prompt) + len(receipt.output) for _, receipt in receipts)
+    longest = max(len(entry.receipt.prompt) + len(entry.receipt.output) for entry in entries)
     try:
-        engine_settings = _engine_settings(receipts[0][1].fingerprint, settings, longest)
+        engine_settings = _engine_settings(entries[0].receipt.fingerprint, settings, longest)
     except ValueError as error:
-        raise RunError(f"{receipts[0][0].place}: the fingerprint names no settings of an engine: {error}") from error
+        raise RunError(
+            f"{entries[0].verdict.place}: the fingerprint names no settings of an engine: {error}"
+        ) from error
     # Libraries read it when they are imported, as the next lines do.
     os.environ.update(compute_environment(engine_settings.threads, engine_settings.cpu_isa))
     from engine.models.loading import load_target_engine
@@ -103,20 +118,31 @@ def _replay(receipts: Sequence[tuple[Verdict, Receipt]], settings: ReplaySetting
             engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
         except (EngineError, ModelNotFoundError) as error:
             raise RunError(str(error)) from error
-        alike: dict[int, tuple[Verdict, Receipt]] = {}
+        known: dict[int, _Entry] = {}
         outputs = []
-        for verdict, receipt in receipts:
+        for entry in entries:
+            receipt = entry.receipt
             if unlike := differences(receipt.fingerprint, engine.description.fingerprint):
-                verdict.reason = f"fingerprint, in the receipt and of this target: {'; '.join(unlike)}"
+                entry.verdict.reason = f"fingerprint, in the receipt and of this target: {'; '.join(unlike)}"
+                if fingerprint_name(receipt.fingerprint) != settings.against:
+                    continue
+            if misfit := _misfit(receipt, engine.description):
+                entry.verdict.reason = misfit
                 continue
-            outputs.append(KnownOutput(receipt.prompt, receipt.output, receipt.sampling))
-            alike[id(outputs[-1])] = verdict, receipt
+            outputs.append(KnownOutput(receipt.prompt, receipt.output, receipt.sampling, to_the_end=bool(unlike)))
+            known[id(outputs[-1])] = entry
+        top = _TOP_LOGPROBS if settings.against else 0 if settings.logprobs else None
         began = time.perf_counter()
-        for done, (output, found) in enumerate(replay(engine, outputs, 0 if settings.logprobs else None), 1):
-            verdict, receipt = alike[id(output)]
-            verdict.reason = found.error or _difference(receipt, found.tokens, found.logits_digests)
+        for done, (output, found) in enumerate(replay(engine, outputs, top), 1):
+            entry = known[id(output)]
+            verdict, receipt = entry.verdict, entry.receipt
             if settings.logprobs:
-                verdict.logprobs = [entry.logprob for entry in found.logprobs]
+                verdict.logprobs = [logprob_of(*each) for each in zip(receipt.output, found.logprobs, strict=False)]
+            if output.to_the_end and found.error is None:
+                verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.logprobs)
+                verdict.reason = f"{verdict.reason}: {verdict.parting}" if verdict.parting.logits else None
+            else:
+                verdict.reason = found.error or _difference(receipt, found.tokens, found.logits_digests)
             reporter.run("replay", done, len(outputs), None)
         return time.perf_counter() - began
 
@@ -125,6 +151,8 @@ def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest
     """Those with which the target of a fingerprint computes. Raises ValueError."""
     isa, page_size = parts.get("kernels", "").split(" ")[0], int(parts.get("page_size", 16))
     tokens = int(parts.get("max_num_batched_tokens", _TOKENS_OF_A_PASS))
+    # Another target's may be missing here.
+    isa = isa if settings.against is None and isa in (each.name for each in available_isas()) else AUTO
     dtype, quantization = parts.get("dtype", AUTO), parts.get("quantization", AUTO)
     return EngineSettings(
         model=settings.target,
@@ -132,7 +160,7 @@ def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest
         kv_cache_dtype=KV_INT8 if parts.get("kv_cache_dtype") == KV_INT8 else AUTO,
         quantization=quantization if quantization in QUANTIZATIONS else AUTO,
         device=worker_devices(settings.device, [1])[0],
-        cpu_isa=isa if isa in CPU_ISAS else AUTO,
+        cpu_isa=isa,
         threads=int(parts.get("threads", 0)),
         page_size=page_size,
         # Every sequence of a pass but one ends with it, each on a page of its own at least.
@@ -141,6 +169,17 @@ def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest
         max_model_len=int(parts["max_model_len"]) if parts.get("max_model_len", "None") != "None" else None,
         prefix_cache=False,
     )
+
+
+def _misfit(receipt: Receipt, target: EngineDescription) -> str | None:
+    """What the target cannot compute at all."""
+    for name, tokens in (("prompt_token_ids", receipt.prompt), ("output_token_ids", receipt.output)):
+        for place, token in enumerate(tokens):
+            if token >= target.vocabulary_size:
+                return f"{name}[{place}] is {token}, must be below {target.vocabulary_size}"
+    if (length := len(receipt.prompt) + len(receipt.output)) > target.max_sequence_length:
+        return f"prompt and output have {length} tokens, must have at most {target.max_sequence_length}"
+    return None
 
 
 def _difference(receipt: Receipt, tokens: Sequence[int], digests: Sequence[int]) -> str | None:

@@ -101,11 +101,17 @@ class Receipt:
         }
 
 
-def receipts_in(data: Any) -> list[Any]:
-    """A receipt itself, or those of the choices of an answer."""
+def receipts_in(data: Any) -> list[tuple[Any, list[float]]]:
+    """A receipt itself, or those of the choices of an answer; each with the log probabilities of its choice, if any."""
     if isinstance(data, dict) and "choices" in data:
-        return [choice["receipt"] for choice in data["choices"] if choice.get("receipt") is not None]
-    return [data]
+        choices = [choice for choice in data["choices"] if choice.get("receipt") is not None]
+        return [(choice["receipt"], _logprobs(choice.get("logprobs") or {})) for choice in choices]
+    return [(data, [])]
+
+
+def _logprobs(found: Mapping[str, Any]) -> list[float]:
+    """As completions and chats have them."""
+    return found.get("token_logprobs") or [entry["logprob"] for entry in found.get("content") or ()]
 
 
 _PLACES = {

@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.loading import load_target_engine
 from engine.models.source import demo_chat_template
+from engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
+from services.worker.executor import TargetStepExecutor
 from tests.docs.documents import COMMANDS, ROOT, Command, blocks_like
-from tests.support.gateway import Served, stand_in_gateways
+from tests.support.command_line import SPOOL, save_tokenizer
+from tests.support.gateway import Gateways, Served, running_cell, stand_in_gateways
+from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -40,9 +45,10 @@ def here(text: str, served: Served) -> str:
 def run(served: Served, *words: str, folder: Path = ROOT) -> str:
     """What a Python program prints."""
     places = {"PYTHONPATH": str(ROOT), "SPOOL_URL": served.url, "SPOOL_GRPC": served.address, "SPOOL_API_KEY": "none"}
+    places["PATH"] = os.pathsep.join([str(SPOOL.parent), os.environ["PATH"]])
     command = [sys.executable, *words]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | places, capture_output=True, text=True, timeout=LONG, check=False
+        command, cwd=folder, env=os.environ | places, capture_output=True, text=True, timeout=4 * LONG, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -74,3 +80,17 @@ def test_a_batch_file_is_answered_in_its_order(served: Served, tmp_path: Path) -
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [answer["prompt"] for answer in answers] == prompts
     assert all(answer["answer"] for answer in answers)
+
+
+def test_log_probabilities_of_rollouts_come_again_with_the_same_bits(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    save_tokenizer(folder)
+    settings = EngineSettings(str(folder), threads=1, page_size=16, kv_pages=200, max_num_batched_tokens=96)
+    target = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
+    gateways = Gateways(ModelTokenizer(folder), running_cell(drafts=0, executors=[target]))
+    try:
+        with gateways.serve() as served:
+            said = run(served, str(EXAMPLES / "rollout.py"), str(folder), folder=tmp_path)
+    finally:
+        gateways.close()
+    assert said.count("48 log probabilities, all equal\n") == 4, said

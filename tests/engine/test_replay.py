@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
@@ -19,6 +21,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import Grammar, SamplingParameters
 from services.gateway.grammar_check import definition
+from services.receipts.fingerprint import fingerprint_name
 from services.receipts.receipt import Receipt
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.command_line import Ended, save_tokenizer, spool_here, write_lines
@@ -96,9 +99,9 @@ def served(pair: tuple[Path, Path]) -> Served:
     return serve(*pair, Policy.RAGGED)
 
 
-def replayed(folder: Path, scratch: Path, *receipts: Any) -> Ended:
+def replayed(folder: Path, scratch: Path, *receipts: Any, options: Sequence[str] = ()) -> Ended:
     file = write_lines(scratch / "receipts.jsonl", *receipts)
-    return spool_here("replay", file, "--target", folder, "--json", "--logprobs")
+    return spool_here("replay", file, "--target", folder, "--json", "--logprobs", *options)
 
 
 def test_what_was_decoded_with_drafts_is_computed_again_bit_by_bit(served: Served, tmp_path: Path) -> None:
@@ -166,8 +169,16 @@ def test_of_other_models(family: str, settings: dict[str, Any], tmp_path: Path) 
         (3, lambda one: replace(one, sampling=replace(one.sampling, repetition_penalty=100)), "output token"),
         (7, lambda one: replace(one, sampling=replace(one.sampling, grammar=None)), "output token 0 is"),
         (0, lambda one: replace(one, fingerprint={**one.fingerprint, "torch": "1.0"}), "of this target: torch 1.0 and"),
+        (0, lambda one: replace(one, fingerprint={**one.fingerprint, "kernels": "amx 5"}), "target: kernels amx 5 and"),
+        (
+            0,
+            lambda one: replace(one, output=(one.output[0], 96, *one.output[2:])),
+            "output_token_ids[1] is 96, must be",
+        ),
+        (0, lambda one: replace(one, prompt=(*one.prompt[1:], 96)), "prompt_token_ids["),
+        (0, lambda one: replace(one, prompt=one.prompt * 200), "tokens, must have at most 512"),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_what_whoever_changes_a_receipt_cannot_make_true_is_named(
     number: int, change: Callable[[Receipt], Receipt], place: str, served: Served, tmp_path: Path
@@ -180,6 +191,45 @@ def test_what_whoever_changes_a_receipt_cannot_make_true_is_named(
     first, changed, last = ended.summary["receipts"]
     assert (first["equal"], last["equal"], changed["equal"]) == (True, True, False)
     assert place in changed["reason"]
+
+
+def test_where_two_targets_part_is_said_as_transformers_sees_it(served: Served, tmp_path: Path) -> None:
+    """For greedy outputs; with the other target's fingerprint alone."""
+    folder = save_tiny_pair("llama", tmp_path, disagreement=0.04)[1]
+    save_tokenizer(folder)
+    receipts = served.receipts()
+    theirs = [[entry.logprob for entry in served.outputs[one.sequence_id].logprobs] for one in served.requests]
+    choices = [
+        {"receipt": receipt.to_json(), "logprobs": {"token_logprobs": [None, *logprobs]}}
+        for receipt, logprobs in zip(receipts, theirs, strict=True)
+    ]
+    refused = replayed(folder, tmp_path, {"choices": choices}, options=("--against", f"fp_{16 * '0'}"))
+    assert {one["parting"] for one in refused.summary["receipts"]} == {None}, refused.err
+    name = fingerprint_name(receipts[0].fingerprint)
+    ended = replayed(folder, tmp_path, {"choices": choices}, options=("--against", name))
+    assert ended.code == 1, ended.err
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    parted = 0
+    for number, found in enumerate(ended.summary["receipts"]):
+        prompt, output, parting = receipts[number].prompt, list(receipts[number].output), found["parting"]
+        assert found["reason"].startswith(refused.summary["receipts"][number]["reason"])
+        assert parting["logits"] == len(output)
+        if receipts[number].sampling != SamplingParameters():
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        logprobs, own = logits.log_softmax(1), logits.argmax(1).tolist()
+        here = logprobs[range(len(output)), output].tolist()
+        others = [place for place, token in enumerate(own) if token != output[place]]
+        assert parting["tokens"] == len(others)
+        largest = max(abs(one - other) for one, other in zip(theirs[number], here, strict=True))
+        assert parting["largest_difference"] == pytest.approx(largest, abs=1e-3)
+        for place in others[:1]:
+            other, there = own[place], theirs[number][place]
+            expected = {"place": place, "token": output[place], "there": there, "here": here[place], "other": other}
+            assert parting["first"] == pytest.approx(expected | {"other_here": logprobs[place, other].item()}, abs=1e-3)
+            parted += 1
+    assert parted
 
 
 def test_another_weight_is_another_target(served: Served, tmp_path: Path) -> None:

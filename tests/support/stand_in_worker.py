@@ -125,6 +125,7 @@ class StandInEngine:
         threads: int = 1,
         unlucky: bool = True,
         exact: bool = True,
+        processor: str = "any",
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.steps = 0
@@ -136,7 +137,7 @@ class StandInEngine:
             vocabulary_size=vocabulary_size,
             dtype="none",
             quantization="int8",
-            fingerprint={"weights": model_id, "exact": "on" if exact else "off"},
+            fingerprint={"weights": model_id, "exact": "on" if exact else "off", "processor": processor},
             device="cpu",
             page_size=page_size,
             total_pages=pages,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr
 
+from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 from services.gateway.settings import GatewaySettings, SamplingDefaults
 from services.receipts.fingerprint import fingerprint_name
@@ -19,11 +22,22 @@ from services.receipts.receipt import Receipt
 from services.receipts.signing import ReceiptKey
 from spool_client import Client, GenerateRequest
 from spool_client.v1 import generation_pb2_grpc
-from tests.integration.gateway.expected import CHAT, PROMPT, TIMEOUT, completion, encoded, expected_tokens, streamed
+from tests.integration.gateway.expected import (
+    CHAT,
+    ENDLESS,
+    PROMPT,
+    STEP_SECONDS,
+    TIMEOUT,
+    completion,
+    encoded,
+    expected_tokens,
+    streamed,
+)
+from tests.support.cells import Cell, all_in_use, running_worker
 from tests.support.gateway import MODEL, Gateways, Served, running_cell, save_tokenizer
 from tests.support.waiting import LONG
 
-PARTS = {"weights": MODEL, "exact": "on"}
+PARTS = {"weights": MODEL, "exact": "on", "processor": "any"}
 NAME = fingerprint_name(PARTS)
 SAMPLED = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "logit_bias": {"5": -1}, "min_tokens": 2}
 
@@ -144,3 +158,47 @@ def test_a_receipt_that_cannot_be_is_refused(http: httpx.Client, tmp_path_factor
             assert "receipt" not in completion(other)["choices"][0]
     finally:
         inexact.close()
+
+
+@asynccontextmanager
+async def unlike_targets(**settings: Any) -> AsyncIterator[Cell]:
+    async with (
+        running_cell(drafts=0, **settings) as cell,
+        running_worker("target-1", Role.TARGET, cell.resolve, processor="another", **settings) as other,
+    ):
+        await all_in_use([other])
+        cell.workers.append(other)
+        yield cell
+
+
+def test_what_unlike_targets_computed_together_has_no_receipt(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What one of them computed alone has one."""
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("model"))
+    cell = unlike_targets(tokenizer_digest=tokenizer.vocabulary_digest.hex(), step_seconds=STEP_SECONDS)
+    gateways = Gateways(tokenizer, cell)
+    assert "targets target-1 and target-0 may give other bits: processor another and any" in caplog.text
+    others = PARTS | {"processor": "another"}
+    try:
+        with gateways.serve() as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+            asked = {**ENDLESS, "max_tokens": 600, "receipt": True, "stream": True}
+            with http.stream("POST", "/v1/completions", json=asked) as response:
+                events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+                first = next(events)
+                (target,) = [worker for worker in gateways.cell.workers if worker.pages_in_use]
+                gateways.run(target.registration.leave(LONG))
+                for worker in gateways.cell.workers:
+                    worker.executor.engine.step_seconds = 0.0
+                *_, last = events
+            [choice] = last["choices"]
+            own = others if target.worker_id == "target-1" else PARTS
+            one, other = ("another", "any") if own == others else ("any", "another")
+            reason = f"targets that are not alike computed the output: processor {one} and {other}"
+            assert choice["receipt"] == {"refused": reason}
+            assert first["system_fingerprint"] == fingerprint_name(own)
+            assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
+            [choice] = completion(http, max_tokens=9, receipt=True)["choices"]
+            assert Receipt.from_json(choice["receipt"]).fingerprint == (PARTS if own == others else others)
+    finally:
+        gateways.close()

@@ -1,14 +1,20 @@
-"""Receipts of answers amid which a target and the scheduler are killed, computed again by `spool replay`."""
+"""Receipts of answers amid which targets and the scheduler are killed, computed again by `spool replay`, also after
+changes of one bit."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import shutil
 import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -20,28 +26,68 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from engine.cpu.isa import available_isas
+from services.receipts.receipt import Receipt, ReceiptError
 from services.receipts.signing import ReceiptKey
+from tests.support.bits import each_changed_bit
 from tests.support.chat_templates import HERMES
-from tests.support.command_line import spool, started, write_lines
+from tests.support.command_line import Ended, spool, started, write_lines
 from tests.support.ports import free_ports
 from tests.support.serving import ENGINE, PACED
 from tests.support.waiting import LONG, wait_until
 
 pytestmark = pytest.mark.slow
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-COMMON: dict[str, Any] = {"receipt": True, "max_tokens": 60}
-ENDED = {"max_tokens": 70, "stop_token_ids": [95]}
-ASKED: list[dict[str, Any]] = [
-    {"prompt": "Once upon a time", "temperature": 0, **COMMON},
-    {"prompt": "Once upon a hill", "temperature": 0.7, "seed": 3, "n": 2, **COMMON},
-    {"prompt": "The end of", "temperature": 1.2, "top_p": 0.9, "top_k": 30, "spool": {"speculation": False}, **COMMON},
-    {"prompt": "a b a b a b", "temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.2, **COMMON},
-    {"prompt": "a b a b a b", "temperature": 0.5, "logit_bias": {"5": 4, "9": -100}, "min_p": 0.02, **COMMON},
-    {"prompt": "A number: ", "structured_outputs": {"regex": "([0-9]{1,3},){12,20}"}, "temperature": 0.9, **ENDED},
-    {"messages": [{"role": "user", "content": "Look!"}], "temperature": 0.3, "stop": "q", **COMMON},
-    {"messages": [{"role": "user", "content": "Look!"}], "tools": [TOOL], "tool_choice": "required", **ENDED},
+MANY = [pytest.mark.long, pytest.mark.timeout(7200)]
+
+KILLS = (["target-0"], ["scheduler"], ["target-1", "scheduler"])
+CHAT = {"messages": [{"role": "user", "content": "Look!"}]}
+ITEM = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": ITEM}}
+STRICT = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {**ITEM, "additionalProperties": False}, "strict": True},
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "item", "schema": ITEM}}
+ENDED = {"stop_token_ids": [93]}
+SHAPES: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time"},
+    {"prompt": "Once upon a hill", "n": 2},
+    {"prompt": [5, 9, 23] * 30, "echo": True, "logprobs": 1},
+    {"prompt": "A number: ", "structured_outputs": {"regex": "([0-9]{1,3},){12,20}"}, **ENDED},
+    {**CHAT, "stop": "q"},
+    {**CHAT, "n": 2, "tools": [TOOL], "tool_choice": "required", **ENDED},
+    {**CHAT, "response_format": SCHEMA, **ENDED},
+    {**CHAT, "tools": [STRICT], "logprobs": True, **ENDED},
 ]
+PARAMETERS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 30},
+    {"min_p": 0.02},
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": -0.5},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {"5": 4, "9": -100}},
+    {"bad_words": ["q", "on"]},
+    {"min_tokens": 20},
+    {"spool": {"speculation": False}},
+    {"spool": {"draft_length": 3}},
+]
+
+
+def asked(number: int) -> dict[str, Any]:
+    """A request of any kind."""
+    rng = random.Random(number)
+    body: dict[str, Any] = {
+        "receipt": True,
+        "temperature": rng.choice([0, 0, 0.3, 0.7, 1, 1.2]),
+        "max_tokens": rng.randint(40, 80),
+    }
+    if rng.random() < 0.5:
+        body["seed"] = rng.getrandbits(63)
+    for parameters in rng.sample(PARAMETERS, rng.randint(0, 4)):
+        body |= parameters
+    return body | SHAPES[number % len(SHAPES)]
 
 
 class Server:
@@ -70,32 +116,34 @@ class Server:
         wait_until(up, f"all are up in {self._told}", 4 * LONG)
 
 
-@pytest.fixture(scope="module")
-def served(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("receipts")
+@contextmanager
+def serving(pair: tuple[Path, Path], isa: str, folder: Path) -> Iterator[Server]:
     key = folder / "key.pem"
     private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     key.write_bytes(private)
-    target = shutil.copytree(tiny_pair[0], folder / "target")
-    (target / "chat_template.jinja").write_text(HERMES)
+    target = shutil.copytree(pair[0], folder / "target")
+    # Every conversation has a prompt of its own, which only the receipt knows.
+    (target / "chat_template.jinja").write_text("{{ strftime_now('%H:%M:%S.%f') }}" + HERMES)
     port, grpc_port = free_ports(2)
-    gateway = {"receipts": True, "receipt_key_file": str(key)}
-    groups = {"target": PACED | {"replicas": 2}}
-    settings = {"engine": ENGINE, "groups": groups, "gateway": gateway, "metrics": {"scheduler_address": None}}
+    settings = {
+        "engine": ENGINE | {"cpu_isa": isa},
+        "groups": {"target": PACED | {"replicas": 2}},
+        "gateway": {"receipts": True, "receipt_key_file": str(key)},
+        "metrics": {"scheduler_address": None},
+    }
     (folder / "spool.yaml").write_text(yaml.safe_dump(settings))
-    command = ["serve", target, "--draft", tiny_pair[1], "--no-ray", "--threads", 1]
+    command = ["serve", target, "--draft", pair[1], "--no-ray", "--threads", 1]
     command += ["--port", port, "--grpc-port", grpc_port]
     with started(*command, cwd=folder, environment={"SPOOL_STATE": str(folder / "state")}) as process:
-        server = Server(process, target, f"http://127.0.0.1:{port}", ReceiptKey(private.decode()).public)
-        yield server
+        yield Server(process, target, f"http://127.0.0.1:{port}", ReceiptKey(private.decode()).public)
         process.send_signal(signal.SIGTERM)
         process.wait(LONG)
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Queue[None]) -> list[str]:
-    """The receipts of a stream, as lines of JSON lines; tells when the stream has tokens."""
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Queue[None]) -> list[dict[str, Any]]:
+    """The receipts of a stream; tells when the stream has tokens."""
     route = "chat/completions" if "messages" in body else "completions"
-    found: list[str] = []
+    found: list[dict[str, Any]] = []
     told = False
     async with client.stream("POST", f"/v1/{route}", json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
@@ -105,26 +153,72 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Qu
                 told = True
                 begun.put_nowait(None)
             if '"receipt":' in line:
-                found.append(line.removeprefix("data: "))
+                found += [choice["receipt"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
     return found
 
 
-async def ask_all(server: Server, kills: list[str]) -> list[str]:
+async def ask_all(server: Server, bodies: list[dict[str, Any]], kills: list[str]) -> list[dict[str, Any]]:
+    """At once; processes are killed when some of the streams have begun."""
     begun: asyncio.Queue[None] = asyncio.Queue()
     async with httpx.AsyncClient(base_url=server.url, timeout=4 * LONG) as client:
-        answers = [asyncio.create_task(ask(client, body, begun)) for body in ASKED]
-        for _ in range(4):
+        answers = [asyncio.create_task(ask(client, body, begun)) for body in bodies]
+        for _ in range(len(bodies) // 2):
             await begun.get()
         server.kill(kills)
         return [receipt for answer in await asyncio.gather(*answers) for receipt in answer]
 
 
-@pytest.mark.parametrize("kills", [["target-0"], ["scheduler"], ["target-1", "scheduler"]], ids=str)
-def test_killed_processes_leave_no_mark_on_receipts(kills: list[str], served: Server, tmp_path: Path) -> None:
-    served.wait_until_up()
-    lines = asyncio.run(ask_all(served, kills))
-    assert len(lines) == len(ASKED) + 1
-    file = write_lines(tmp_path / "receipts.jsonl", *lines)
-    ended = spool("replay", file, "--target", served.target, "--public-key", served.public_key, "--json")
+def replayed(target: Path, receipts: list[dict[str, Any]], *options: object) -> Ended:
+    file = write_lines(target.parent / "receipts.jsonl", *receipts)
+    return spool("replay", file, "--target", target, "--json", *options, timeout=1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "at_once", "isa"),
+    [(42, 12, "auto"), *(pytest.param(1000, 40, isa, marks=MANY) for isa in ("avx2", "avx512"))],
+)
+def test_killed_processes_leave_no_mark_on_receipts_and_changes_do(
+    count: int, at_once: int, isa: str, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    if isa not in ("auto", *(each.name for each in available_isas())):
+        pytest.skip(f"another processor: without {isa}")
+    receipts: list[dict[str, Any]] = []
+    with serving(tiny_pair, isa, tmp_path) as server:
+        for kills in cycle(KILLS):
+            server.wait_until_up()
+            bodies = [asked(len(receipts) + number) for number in range(at_once)]
+            found = asyncio.run(ask_all(server, bodies, kills))
+            assert len(found) == sum(body.get("n", 1) for body in bodies)
+            receipts += found
+            if len(receipts) >= count:
+                break
+    ended = replayed(server.target, receipts, "--public-key", server.public_key)
     assert ended.code == 0, ended.err
-    assert ended.summary["tokens"] > 5 * COMMON["max_tokens"]
+    assert ended.summary["tokens"] == sum(len(receipt["output_token_ids"]) for receipt in receipts)
+
+    rng = random.Random(count)
+    for data in receipts:
+        for path in each_changed_bit(data, rng):
+            with pytest.raises(ReceiptError, match=str(path[0])):
+                Receipt.from_json(data, server.public_key)
+
+    forged, places = [], []
+    for receipt in map(Receipt.from_json, receipts):
+        output, digests = list(receipt.output), list(receipt.logits_digests)
+        place = rng.randrange(len(output))
+        changed, bits = rng.choice([(output, 5), (digests, 64)])
+        changed[place] ^= 1 << rng.randrange(bits)
+        forged.append(replace(receipt, output=tuple(output), logits_digests=tuple(digests)).to_json())
+        places.append(place)
+    ended = replayed(server.target, forged)
+    assert ended.code == 1, ended.err
+    for found, place in zip(ended.summary["receipts"], places, strict=True):
+        assert found["reason"].startswith(f"output token {place} is "), found["reason"]
+
+    weights = server.target / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ended = replayed(server.target, receipts)
+    assert ended.code == 1, ended.err
+    for found in ended.summary["receipts"]:
+        assert found["reason"].startswith("fingerprint, in the receipt and of this target: weights ")

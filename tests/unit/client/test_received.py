@@ -41,6 +41,7 @@ class Whole:
                 token_ids=ids,
                 logprobs=[pb.OutputTokenLogprobs(chosen=pb.Logprob(token_id=token)) for token in ids],
                 finish_reason=pb.FINISH_REASON_LENGTH if last else pb.FINISH_REASON_UNSPECIFIED,
+                receipt=self.text + "!" if last else "",
             )
             parts.append(pb.GenerateStreamResponse(id=call, model="m", choice=choice))
             begin, said = place, len(certain)
@@ -82,6 +83,7 @@ def test_every_part_comes_once_however_often_the_stream_breaks(choices: list[Who
         assert "".join(part.text for part in parts) == whole.text
         assert [part.finish_reason for part in parts].count(pb.FINISH_REASON_LENGTH) == 1
         assert parts[-1].finish_reason == pb.FINISH_REASON_LENGTH
+        assert [part.receipt for part in parts if part.receipt] == [whole.text + "!"]
         assert all(part.text or part.token_ids or part.finish_reason for part in parts)
     assert len({part.id for part in taken}) == 1
 

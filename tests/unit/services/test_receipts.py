@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from scheduler.sampling import MAX_SEED, Grammar, SamplingParameters
 from services.receipts.receipt import Receipt, ReceiptError, receipts_in
 from services.receipts.signing import ReceiptKey
+from tests.support.bits import each_changed_bit
 
 
 def pem(key: Any) -> str:
@@ -88,6 +90,16 @@ def test_a_change_is_refused_and_named(change: Callable[[dict[str, Any]], Any], 
         Receipt.from_json(changed(change), KEY.public)
 
 
+def test_one_bit_anywhere_is_refused_and_named() -> None:
+    """In values and in names."""
+    data = json.loads(json.dumps(RECEIPT.to_json(KEY)))
+    for seed in range(30):
+        for place in each_changed_bit(data, random.Random(seed)):
+            with pytest.raises(ReceiptError, match=str(place[0])):
+                Receipt.from_json(data, KEY.public)
+    assert Receipt.from_json(data, KEY.public) == RECEIPT
+
+
 def test_who_changes_all_digests_lacks_the_key() -> None:
     other = Receipt("demo", RECEIPT.fingerprint, (3, 1), (4, 1, 6), RECEIPT.logits_digests, SAMPLING)
     data = changed(lambda data: data.update(signature=RECEIPT.to_json(KEY)["signature"]), other)
@@ -100,9 +112,15 @@ def test_who_changes_all_digests_lacks_the_key() -> None:
 
 
 def test_receipts_are_found_in_answers() -> None:
-    choices = [{"index": 0, "receipt": {"version": 1}}, {"index": 1}, {"index": 2, "receipt": {"refused": "so"}}]
-    assert receipts_in({"id": "chatcmpl-1", "choices": choices}) == [{"version": 1}, {"refused": "so"}]
-    assert receipts_in({"version": 1}) == [{"version": 1}]
+    choices = [
+        {"index": 0, "receipt": {"version": 1}, "logprobs": None},
+        {"index": 1},
+        {"index": 2, "receipt": {"refused": "so"}, "logprobs": {"token_logprobs": [-1.5, -2]}},
+        {"index": 3, "receipt": {"version": 2}, "logprobs": {"content": [{"token": "a", "logprob": -0.5}]}},
+    ]
+    found = [({"version": 1}, []), ({"refused": "so"}, [-1.5, -2]), ({"version": 2}, [-0.5])]
+    assert receipts_in({"id": "chatcmpl-1", "choices": choices}) == found
+    assert receipts_in({"version": 1}) == [({"version": 1}, [])]
 
 
 def test_other_keys_are_refused() -> None:
