@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.pages import PageTable
+from engine.kv.pages import PageKey, PageTable
+from engine.kv.prefix_cache import PrefixCache
 from engine.sampling.grammars import GrammarState
 from engine.steps import RowOutcome, VerifyRow
 from engine.target import TargetEngine
@@ -44,6 +45,7 @@ class _Run:
     top_logprobs: int | None
     found: Replayed = field(default_factory=Replayed)
     table: PageTable = field(default_factory=PageTable)
+    page_keys: list[PageKey] = field(default_factory=lambda: [b""])
     grammar_state: GrammarState = field(default_factory=GrammarState)
 
     @property
@@ -89,6 +91,8 @@ def replay(
     With `top_logprobs`, log probabilities of the tokens, and of so many of the likeliest ones at each place.
     """
     waiting, running, room = iter(outputs), list[_Run](), engine.description.max_num_batched_tokens
+    # Of the prompts: what outputs have in common is sampled from for each of them.
+    cache = PrefixCache(engine.pool)
     while True:
         rows: list[VerifyRow] = []
         filled = 0
@@ -99,13 +103,17 @@ def replay(
                 known = next(waiting, None)
                 if known is None:
                     break
-                running.append(_Run(known, top_logprobs))
+                run = _Run(known, top_logprobs)
+                cache.share(run.table, run.page_keys, known.prompt, len(known.prompt) - 1)
+                running.append(run)
             rows.append(running[place].row(room - filled))
             filled += len(rows[-1].tokens) + len(rows[-1].draft_tokens)
         if not rows:
             return
         for run, outcome in zip(running, engine.step(rows).rows, strict=False):
             run.take(outcome)
+            prompt = run.known.prompt
+            cache.register(run.table, run.page_keys, prompt, min(run.table.length, len(prompt)))
             if run.ended:
                 engine.pool.free(run.table)
                 yield run.known, run.found

@@ -52,6 +52,9 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "qwen3-8b": lambda: Shape(
         _qwen3(151936, 4096, 12288, 36, (32, 8, 128), 40960), _qwen3(151936, 1024, 3072, 28, (16, 8, 128), 40960)
     ),
+    "qwen3-0.6b": lambda: Shape(
+        _qwen3(151936, 1024, 3072, 28, (16, 8, 128), 40960), _qwen3(151936, 384, 1024, 6, (6, 2, 64), 40960)
+    ),
     # The sizes of HuggingFaceTB/SmolLM2-135M, -360M and -1.7B and of Qwen/Qwen3-4B, each with a draft of a tenth.
     "smollm2-135m": lambda: Shape(
         _qwen3(49152, 576, 1536, 30, (9, 3, 64), 8192), _qwen3(49152, 192, 512, 4, (3, 1, 64), 8192)

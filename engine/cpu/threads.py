@@ -6,6 +6,9 @@ import os
 
 from engine.settings import EngineSettings
 
+# Those of the process, as long as no library has bound its first thread to one of them.
+_PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
 
 def keep_threads_apart(settings: EngineSettings) -> None:
     """If an engine computes with as many threads as there are processors, each stays on one of its own; the caller, who
@@ -19,3 +22,9 @@ def keep_threads_apart(settings: EngineSettings) -> None:
         return
     if hasattr(os, "sched_getaffinity") and settings.threads == len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_PROC_BIND", "true")
+
+
+def run_on_any_processor() -> None:
+    """For a thread that computes nothing of a pass: it starts bound to the processor of the thread that starts it."""
+    if _PROCESSORS is not None:
+        os.sched_setaffinity(0, _PROCESSORS)

@@ -70,10 +70,14 @@ def read_calibration(file: Path) -> Calibration | None:
 
 
 def write_calibration(file: Path, calibration: Calibration) -> None:
-    """Whole or not at all: another worker may read at the same time."""
+    write_whole(file, json.dumps(asdict(calibration)))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Or not at all: another worker may read at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as scratch:
-        json.dump(asdict(calibration), scratch)
+        scratch.write(text)
     os.replace(scratch.name, file)
 
 

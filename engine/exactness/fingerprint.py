@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from transformers import PreTrainedModel
 from engine.cpu.fused_layers import KernelDecoder
 from engine.cpu.linear import KernelLinear
 from engine.exactness.calibration import ExactShapes
-from engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions
+from engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions, write_whole
 from engine.models.compatibility import has_moving_rope
 from engine.models.dtype import dtype_name
 from engine.models.loaded_model import LoadedModel, attention_name
+from engine.models.source import cache_folder
 from engine.models.weights import safetensors_files
 from engine.passes.runner import ModelRunner
 from engine.quantization.model import weights_path
@@ -27,6 +30,11 @@ from engine.settings import EngineSettings
 # Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
 _RECIPE = 2
 _DIGITS = 16
+# Of a file's state.
+_CHANGED_BY_WRITING = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+# Bytes from which on a file's digest is looked up faster than it is made.
+_SLOWLY_READ = 1 << 22
+_CLOCK_SECONDS = 2.0
 # Of each tensor of weights in memory, the elements that tell one model from another.
 SAMPLED_WEIGHTS = 256
 
@@ -99,9 +107,26 @@ def _computed_by_cpu_kernels(model: PreTrainedModel) -> bool:
 def _of_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(_of_file(file))
     return digest.hexdigest()[:_DIGITS]
+
+
+def _of_file(file: Path) -> bytes:
+    """Of all its bytes, which are not read again as long as nobody has written to a large file."""
+    read = file.stat()
+    state = [str(file.resolve()), *(getattr(read, name) for name in _CHANGED_BY_WRITING)]
+    known = cache_folder() / "digests" / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.txt"
+    with suppress(OSError, ValueError):
+        digest = bytes.fromhex(known.read_text(encoding="ascii"))
+        if len(digest) == hashlib.sha256().digest_size:
+            return digest
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").digest()
+    # What was written a moment ago may be written again at the same time, as far as the system's clock tells times.
+    if read.st_size >= _SLOWLY_READ and time.time() - read.st_mtime > _CLOCK_SECONDS:
+        with suppress(OSError):
+            write_whole(known, digest.hex())
+    return digest
 
 
 def _of_text(text: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.cpu.threads import run_on_any_processor
 from engine.description import EngineDescription
 from engine.drafting.eagle_head import EagleHead
 from engine.drafting.head_drafting import HeadDrafting, HeadlessPages
@@ -57,7 +58,7 @@ def load_target_engine(
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line. `other_ranks` is called
     where the settings ask for several, once the model is known to have as many parts."""
     folder = fetch_model(resolve_model(settings.model, Role.TARGET), progress)
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1, initializer=run_on_any_processor) as beside:
         parts = beside.submit(folder_parts, folder)
         lead = None if other_ranks is None else _gather_ranks(folder, settings, progress, other_ranks)
         loaded = read_model(folder, settings, Role.TARGET, progress, None if lead is None else lead.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.exactness.fingerprint import folder_parts
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from tests.support.tiny_models import TORCH_SHAPE, save_tiny_pair
@@ -64,6 +66,29 @@ def test_every_bit_of_the_files_counts(
     (folder / file).write_bytes(content)
     found = parts_of(replace(settings, model=str(folder)))
     assert {name for name in parts if found[name] != parts[name]} == {part}
+
+
+def test_large_files_are_read_once_unless_they_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights.write_bytes(bytes(1 << 24))
+    config.write_text("{}")
+    fresh = folder_parts(tmp_path)
+    assert not (tmp_path / "cache").exists()
+    os.utime(weights, (0, 0))
+    assert folder_parts(tmp_path) == fresh
+    [known] = (tmp_path / "cache" / "digests").iterdir()
+    digest = known.read_text()
+    known.write_text("no digest")
+    assert folder_parts(tmp_path) == fresh
+    known.write_text(digest[::-1])
+    assert folder_parts(tmp_path)["weights"] != fresh["weights"]
+    assert folder_parts(tmp_path)["model"] == fresh["model"]
+    # In place, with the size and the time that it had.
+    with weights.open("r+b") as content:
+        content.write(b"1")
+    os.utime(weights, (0, 0))
+    assert folder_parts(tmp_path)["weights"] not in (fresh["weights"], digest[::-1])
 
 
 def test_where_libraries_compute_their_shapes_and_threads_count(tmp_path: Path) -> None:

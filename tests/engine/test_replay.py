@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.models.loading import load_draft_engine, load_target_engine
+from engine.replay import KnownOutput, replay
 from engine.settings import EngineSettings
+from engine.steps import StepOutcome, VerifyRow
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import Grammar, SamplingParameters
@@ -123,6 +125,25 @@ def test_what_was_decoded_with_drafts_is_computed_again_bit_by_bit(served: Serve
     for number in free:
         count = len(receipts[number].output)
         assert [entry.logprob for entry in again[number].prompt_logprobs[-count:]] == found[number]["logprobs"]
+
+
+def test_a_prompt_of_several_outputs_is_computed_once(served: Served) -> None:
+    engine = load_target_engine(EngineSettings(str(served.folder), **ENGINE), lambda *_: None)
+    computed = []
+
+    class Counting:
+        description, pool = engine.description, engine.pool
+
+        def step(self, rows: list[VerifyRow]) -> StepOutcome:
+            outcome = engine.step(rows)
+            computed.append(outcome.timings.batched_tokens)
+            return outcome
+
+    prompt = served.requests[-1].prompt
+    known = [KnownOutput(prompt, [1] * 30, SamplingParameters(seed=seed, temperature=1.0)) for seed in range(6)]
+    found = [one for _, one in replay(Counting(), known)]  # type: ignore[arg-type]
+    assert len({one.logits_digests[0] for one in found}) == 1 < len({one.tokens[0] for one in found})
+    assert sum(computed) < 2 * len(prompt) + 6 * (30 + ENGINE["page_size"])
 
 
 def test_without_drafts_the_receipts_are_the_same(served: Served, pair: tuple[Path, Path]) -> None:

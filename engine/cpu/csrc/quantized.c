@@ -39,19 +39,43 @@ INLINE u8v load_bytes(const char *from) {
     return x;
 }
 
+// What `combine` makes of `x` and its lanes in another order, until all lanes have the same.
+#define REDUCE(x, combine)                                                                                             \
+    do {                                                                                                               \
+        i32v lane;                                                                                                     \
+        for (int i = 0; i < LANES; i++) lane[i] = i;                                                                   \
+        _Pragma("GCC unroll 4") for (int step = LANES / 2; step; step /= 2) {                                          \
+            i32v other = (i32v)shuffle((u32v)x, (u32v)x, (u32v)(lane ^ step));                                         \
+            x = combine;                                                                                               \
+        }                                                                                                              \
+    } while (0)
+
+INLINE int32_t largest_of_lanes(i32v x) {
+    REDUCE(x, (i32v)((x > other) & x) | (~(x > other) & other));
+    return x[0];
+}
+
+INLINE int32_t sum_of_lanes(i32v x) {
+    REDUCE(x, x + other);
+    return x[0];
+}
+
 // Groups of rows to their codes, one after the other. Where a number is not finite, the scale of its group is NaN.
 INLINE void round_groups(const Team *team, char *codes, const element *rows, ptrdiff_t groups, int group) {
     for (SHARED(place, team, groups)) {
         const element *from = rows + place * group;
         char *to = codes + place * ROW_GROUP_BYTES(group);
-        f32v highest = splat(0.0f), finite = splat(0.0f);
+        // Without their signs, the bits of floats are ordered as these are; above those of infinity, there is NaN.
+        i32v highest = {};
         for (int i = 0; i < group; i += LANES) {
-            f32v x = load_element(from + i);
-            f32v size = blend(x < 0.0f, -x, x);
-            highest = blend(highest < size, size, highest);
-            finite = finite + x * 0.0f;
+            i32v size = (i32v)load_element(from + i) & 0x7fffffff;
+            i32v higher = size > highest;
+            highest = (size & higher) | (highest & ~higher);
         }
-        float peak = largest(highest), inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+        int32_t peak_bits = largest_of_lanes(highest);
+        float peak, head[2];
+        memcpy(&peak, &peak_bits, sizeof peak);
+        float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
         const f32v magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
         i32v total = {};
         for (int i = 0; i < group; i += LANES) {
@@ -61,12 +85,8 @@ INLINE void round_groups(const Team *team, char *codes, const element *rows, ptr
             s8v bytes = __builtin_convertvector(code, s8v);
             memcpy(to + 2 * sizeof(float) + i, &bytes, sizeof bytes);
         }
-        int32_t lanes[LANES], sum_of_codes = 0;
-        memcpy(lanes, &total, sizeof lanes);
-        for (int lane = 0; lane < LANES; lane++) sum_of_codes += lanes[lane];
-        float head[2];
-        head[0] = peak / 127.0f + sum(finite);
-        head[1] = head[0] * (float)sum_of_codes;
+        head[0] = peak_bits < 0x7f800000 ? peak / 127.0f : NAN;
+        head[1] = head[0] * (float)sum_of_lanes(total);
         memcpy(to, head, sizeof head);
     }
 }
