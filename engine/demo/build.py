@@ -58,7 +58,11 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
     root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        progress("waiting for other builds of the demo models", None)
+        progress(
+            f"the first start downloads 93 MB, makes two models of them in {root} (0.2 GB), compiles kernels and tries "
+            "them: about a minute beside the download; later starts skip all this",
+            None,
+        )
         with FileLock(root / _LOCK_NAME):
             # Whatever still lies here belongs to a build that died, for the lock is ours.
             for abandoned in root.glob(f"{_SCRATCH_PREFIX}*"):
