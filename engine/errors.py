@@ -32,7 +32,7 @@ class DraftVocabularyError(EngineError):
     """The file that names the tokens of a draft's head does not hold what it must."""
 
 
-_NO_MEMORY = re.compile("(?i)memoryerror|unable to allocate|(cannot|can't) allocate memory|not enough memory")
+_NO_MEMORY = re.compile("(?i)memoryerror|out of memory|unable to allocate|allocate memory|enough memory")
 
 
 def with_remedy(reason: str) -> str:
