@@ -190,10 +190,22 @@ class EngineOptions(_Frozen):
         """Processes that make up one worker."""
         return self.tensor_parallel_size if role is Role.TARGET else 1
 
-    def for_worker(self, **own: Any) -> EngineSettings:
-        """Settings of a worker's engine: these, and its `own`, which may replace some of these."""
-        common = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"})
-        common["kv_memory_bytes"] = None if self.kv_memory is None else int(self.kv_memory)
+    def for_worker(self, models: ModelSettings, role: Role, device: str, threads: int, **own: Any) -> EngineSettings:
+        """Settings of a worker's engine that loads one of `models`: these, and its `own`, which replace some."""
+        is_draft = role is Role.DRAFT
+        common = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"}) | {
+            "kv_memory_bytes": None if self.kv_memory is None else int(self.kv_memory),
+            "model": models.draft_name if is_draft else models.target,
+            "dtype": models.dtype.value,
+            "kv_cache_dtype": models.kv_cache_dtype.value,
+            "quantization": models.quantization.value,
+            "device": device,
+            "threads": threads,
+            "exact": models.exact,
+            "lookup_match": models.lookup_match if is_draft else None,
+            "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
+            "tensor_parallel_size": self.ranks(role),
+        }
         return EngineSettings(**common | own)
 
 
@@ -295,20 +307,8 @@ class RunSettings(_Frozen):
 
     def engine_settings(self, role: Role, device: str) -> EngineSettings:
         """For a worker that has a model."""
-        models = self.models
-        return self.engine.for_worker(
-            model=models.target if role is Role.TARGET else models.draft_name,
-            dtype=models.dtype.value,
-            kv_cache_dtype=models.kv_cache_dtype.value,
-            quantization=models.quantization.value,
-            device=device,
-            threads=self.threads_per_worker(),
-            exact=models.exact,
-            lookup_match=models.lookup_match if role is Role.DRAFT else None,
-            draft_head=models.draft_name if role is Role.TARGET and models.drafts_with_head else None,
-            tensor_parallel_size=self.engine.ranks(role),
-            prefix_cache=self.engine.prefix_cache and self.shares_prefixes,
-        )
+        prefix_cache = self.engine.prefix_cache and self.shares_prefixes
+        return self.engine.for_worker(self.models, role, device, self.threads_per_worker(), prefix_cache=prefix_cache)
 
 
 class GenerateSettings(RunSettings):

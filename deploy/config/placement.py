@@ -129,6 +129,11 @@ class Groups(Section):
         ge=1,
         le=256,
     )
+    shared_device: bool | None = described(
+        None,
+        "A draft and a target compute by turns on the same cores or GPU. Unset: as `spool serve` and num_gpus place "
+        "them.",
+    )
     draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
     target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
 

@@ -182,7 +182,7 @@ class SpoolConfig(Section):
         models, cells = self.models, self.groups.cells
         keys = tuple(key.key_class.part_of(cells) for key in self.auth.keys)
         config = self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
-        return replace(config, shared_device=self.pair_shares_a_gpu or self._pair_shares_cores)
+        return replace(config, shared_device=self.shares_device)
 
     @property
     def is_one_pair(self) -> bool:
@@ -197,11 +197,10 @@ class SpoolConfig(Section):
         return self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
 
     @property
-    def _pair_shares_cores(self) -> bool:
-        """As where `on_one_machine` has made it so."""
-        if not self.is_one_pair or self.internal.host != _LOOPBACK:
-            return False
-        return sum(self.threads(role) for role in self.roles) > len(os.sched_getaffinity(0))
+    def shares_device(self) -> bool:
+        """Whether a draft and a target compute by turns."""
+        given = self.groups.shared_device
+        return self.pair_shares_a_gpu if given is None else given
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -253,20 +252,8 @@ class SpoolConfig(Section):
             pages, memory = self.engine.kv_pages, self.engine.kv_memory
         if pages is None and memory is None and device == "cpu":
             memory = ByteSize(_CPU_KV_BYTES[role])
-        return self.engine.for_worker(
-            model=self.model(role),
-            dtype=self.models.dtype.value,
-            kv_cache_dtype=self.models.kv_cache_dtype.value,
-            quantization=self.models.quantization.value,
-            device=device,
-            threads=threads,
-            kv_pages=pages,
-            kv_memory_bytes=None if memory is None else int(memory),
-            exact=self.models.exact,
-            lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
-            draft_head=self.models.draft_name if role is Role.TARGET and self.models.drafts_with_head else None,
-            tensor_parallel_size=self.engine.ranks(role),
-        )
+        kv_bytes = None if memory is None else int(memory)
+        return self.engine.for_worker(self.models, role, device, threads, kv_pages=pages, kv_memory_bytes=kv_bytes)
 
     def on_one_machine(self) -> SpoolConfig:
         """Replicas communicate over loopback and share the cores, unless the file says otherwise."""
@@ -281,18 +268,25 @@ class SpoolConfig(Section):
         if not self.is_one_pair or self.engine.tensor_parallel_size > 1:
             return self
         both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
-        groups = {
-            role.value: self.group(role).model_copy(update={"threads": self.group(role).threads or both})
-            for role in self.roles
+        threads = {role: self.group(role).threads or both for role in self.roles}
+        known: dict[str, Any] = {
+            role.value: self.group(role).model_copy(update={"threads": count}) for role, count in threads.items()
         }
-        return self.model_copy(update={"groups": self.groups.model_copy(update=groups)})
+        if self.groups.shared_device is None and sum(threads.values()) > len(os.sched_getaffinity(0)):
+            known["shared_device"] = True
+        return self.model_copy(update={"groups": self.groups.model_copy(update=known)})
 
     def without_replicas(self) -> SpoolConfig:
         """One replica of each kind, and what else is set about them as it is."""
         one = {"replicas": 1, "autoscaling": None}
         draft, target = self.groups.draft.model_copy(update=one), self.groups.target.model_copy(update=one)
         groups = self.groups.model_copy(update={"draft": draft, "target": target})
-        return self.model_copy(update={"groups": groups, "gateway": self.gateway.model_copy(update=one)})
+        config = self.model_copy(update={"groups": groups, "gateway": self.gateway.model_copy(update=one)})
+        if config.shares_device == self.shares_device:
+            return config
+        # One replica of each would seem to share a GPU.
+        groups = groups.model_copy(update={"shared_device": self.shares_device})
+        return config.model_copy(update={"groups": groups})
 
     def plain(self) -> dict[str, Any]:
         """Plain data from which another process makes the same configuration, secrets and all."""

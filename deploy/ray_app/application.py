@@ -12,12 +12,10 @@ from ray.serve import Application
 
 from deploy.config.ingress import GatewaySettings
 from deploy.config.loading import configuration_from
-from deploy.config.placement import WorkerGroup
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from deploy.ray_app.gateway import Gateway
 from deploy.ray_app.gpus import gpus_per_replica
-from deploy.ray_app.replica import Plan
 from deploy.ray_app.scheduler import Scheduler
 from deploy.ray_app.serve_options import replica_options
 from deploy.ray_app.worker import WorkerReplica
@@ -52,20 +50,18 @@ def application(config: SpoolConfig) -> Application:
     if not config.internal.chosen:
         internal = config.internal.model_copy(update={"token": SecretStr(random_token())})
         config = config.model_copy(update={"internal": internal})
-    config = _with_paths_found(config)
-    threads = {role: config.threads(role) for role in config.roles}
-    plan = Plan(config, gpus_per_replica(config), threads)
-    schedulers = {cell: _scheduler(plan, cell).bind(plan, cell) for cell in config.groups.cell_numbers}
+    config = settled(config)
+    schedulers = {cell: _scheduler(config, cell).bind(config, cell) for cell in config.groups.cell_numbers}
     workers = [
-        _worker(plan, role, cell).bind(plan, role, scheduler)
+        _worker(config, role, cell).bind(config, role, scheduler)
         for cell, scheduler in schedulers.items()
         for role in config.roles
     ]
-    return _gateway(plan).bind(plan, list(schedulers.values()), workers)
+    return _gateway(config.gateway).bind(config, list(schedulers.values()), workers)
 
 
 def settled(config: SpoolConfig) -> SpoolConfig:
-    """What depends on this process and on the Ray that it has joined is written down, for a build somewhere else."""
+    """What depends on this process and on the Ray that it has joined, and paths, are written down for the replicas."""
     gpus = gpus_per_replica(config)
     groups = {}
     for role in config.roles:
@@ -90,11 +86,11 @@ def _is_path(model: str) -> bool:
     return Path(model).is_dir() or model.endswith(".gguf")
 
 
-def _scheduler(plan: Plan, cell: int) -> serve.Deployment:
+def _scheduler(config: SpoolConfig, cell: int) -> serve.Deployment:
     return serve.deployment(Scheduler).options(
         name=scheduler_name(cell),
         num_replicas=1,
-        ray_actor_options=plan.config.scheduler.actor_options(),
+        ray_actor_options=config.scheduler.actor_options(),
         max_ongoing_requests=_SCHEDULER_CALLS,
         graceful_shutdown_timeout_s=5.0,
         **_QUIET,
@@ -102,11 +98,11 @@ def _scheduler(plan: Plan, cell: int) -> serve.Deployment:
     )
 
 
-def _worker(plan: Plan, role: Role, cell: int) -> serve.Deployment:
-    group = plan.config.group(role)
+def _worker(config: SpoolConfig, role: Role, cell: int) -> serve.Deployment:
+    group = config.group(role)
     return serve.deployment(WorkerReplica).options(
         name=workers_name(role, cell),
-        ray_actor_options=_worker_options(plan, role, group),
+        ray_actor_options=_worker_options(config, role),
         graceful_shutdown_timeout_s=group.drain_seconds,
         max_constructor_retry_count=_START_ATTEMPTS,
         graceful_shutdown_wait_loop_s=0.1,
@@ -115,18 +111,18 @@ def _worker(plan: Plan, role: Role, cell: int) -> serve.Deployment:
     )
 
 
-def _worker_options(plan: Plan, role: Role, group: WorkerGroup) -> dict[str, Any]:
+def _worker_options(config: SpoolConfig, role: Role) -> dict[str, Any]:
+    group = config.group(role)
     options = group.actor_options()
-    options["num_gpus"] = plan.gpus[role]
+    options["num_gpus"] = group.num_gpus or 0.0
     if group.accelerator_type is not None:
         options["accelerator_type"] = group.accelerator_type
-    variables = compute_environment(plan.threads[role], plan.config.engine.cpu_isa)
+    variables = compute_environment(config.threads(role), config.engine.cpu_isa)
     options["runtime_env"] = {"env_vars": variables | group.environment}
     return options
 
 
-def _gateway(plan: Plan) -> serve.Deployment:
-    gateway: GatewaySettings = plan.config.gateway
+def _gateway(gateway: GatewaySettings) -> serve.Deployment:
     return serve.deployment(Gateway).options(
         name=GATEWAY,
         ray_actor_options=gateway.actor_options(),

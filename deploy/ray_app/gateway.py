@@ -11,8 +11,9 @@ from starlette.types import ASGIApp
 
 from deploy.assembly.gateway import start_gateway
 from deploy.assembly.secrets import channel_security
+from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import Plan, SchedulerAddress
+from deploy.ray_app.replica import SchedulerAddress
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 
@@ -26,10 +27,9 @@ class Gateway:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, plan: Plan, schedulers: Sequence[DeploymentHandle], workers: Sequence[DeploymentHandle]
+        self, config: SpoolConfig, schedulers: Sequence[DeploymentHandle], workers: Sequence[DeploymentHandle]
     ) -> None:
         """`workers` are only tied to the application here."""
-        config = plan.config
         install_logs(config.logging.format, config.logging.level.number)
         self._running = AsyncExitStack()
         self._gateway = await start_gateway(

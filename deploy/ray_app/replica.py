@@ -1,35 +1,11 @@
-"""What replicas of every kind share: the plan they start from, and the way to the scheduler."""
+"""What replicas of every kind share: the way to the scheduler, and their own address."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
 from deploy.config.ingress import InternalSettings
-from deploy.config.spool_config import SpoolConfig
-from scheduler.messages import Role
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The configuration, with what only the deployment could settle: GPUs of a replica, by role, and thread counts."""
-
-    config: SpoolConfig
-    gpus: Mapping[Role, float]
-    threads: Mapping[Role, int]
-
-    @property
-    def pair_shares_a_gpu(self) -> bool:
-        """Whether a draft and a target are on one GPU, and nothing else of this application."""
-        return self.config.is_one_pair and min(self.gpus.values()) > 0 and sum(self.gpus.values()) <= 1
-
-    def device(self, role: Role) -> str:
-        """The first device of one worker. Ray shows a replica its own GPUs only, so the first is always the right one,
-        and its ranks have one after the other."""
-        return "cuda:0" if self.gpus[role] > 0 else "cpu"
 
 
 class SchedulerAddress:

@@ -16,8 +16,9 @@ from deploy.assembly.plain_message import plain_message
 from deploy.assembly.scheduler import scheduler_service
 from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.reporter import Autoscaler
+from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import Plan, internal_host
+from deploy.ray_app.replica import internal_host
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 from services.scheduler.metrics_endpoint import MetricsEndpoint
@@ -52,8 +53,7 @@ class Scheduler:
     higher epoch, and workers refuse the old scheduler.
     """
 
-    async def __init__(self, plan: Plan, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
-        config = plan.config
+    async def __init__(self, config: SpoolConfig, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
         install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
         self._autoscaler = Autoscaler(config.scheduler_config())

@@ -10,8 +10,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deploy.assembly.secrets import channel_security
-from deploy.ray_app.replica import Plan, SchedulerAddress, internal_host
+from deploy.config.spool_config import SpoolConfig
+from deploy.ray_app.replica import SchedulerAddress, internal_host
 from deploy.workers import worker_memory
+from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
@@ -35,13 +37,12 @@ class WorkerRefusedError(RuntimeError):
 class WorkerReplica:
     """Loads an engine, serves it over gRPC on the node's address, and keeps the scheduler informed."""
 
-    async def __init__(self, plan: Plan, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
-        config = plan.config
+    async def __init__(self, config: SpoolConfig, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         install_logs(config.logging.format, config.logging.level.number)
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
         thread = step_thread()
-        loading = thread.submit(lambda: load_executor(_arguments(plan, role), _log_progress))
+        loading = thread.submit(lambda: load_executor(_arguments(config, role), _log_progress))
         executor = await asyncio.wrap_future(loading)
         keep_loaded_objects()
         self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
@@ -77,16 +78,21 @@ class WorkerReplica:
         await self._server.stop(_STOP_SECONDS)
 
 
-def _arguments(plan: Plan, role: Role) -> WorkerArguments:
-    config = plan.config
+def _arguments(config: SpoolConfig, role: Role) -> WorkerArguments:
     if not config.has_model(role):
         return WorkerArguments(role, {"model": NGRAM_MODEL})
-    settings = config.engine_settings(role, plan.device(role), plan.threads[role])
-    if plan.pair_shares_a_gpu:
+    settings = _engine_settings(config, role)
+    if config.pair_shares_a_gpu:
         other = Role.DRAFT if role is Role.TARGET else Role.TARGET
-        peer = config.engine_settings(other, plan.device(other), plan.threads[other])
-        settings = replace(settings, gpu_peers=(worker_memory(peer, other),))
+        settings = replace(settings, gpu_peers=(worker_memory(_engine_settings(config, other), other),))
     return WorkerArguments(role, asdict(settings))
+
+
+def _engine_settings(config: SpoolConfig, role: Role) -> EngineSettings:
+    """Ray shows a replica its own GPUs only, so the first is always the right one, and its ranks have one after the
+    other."""
+    device = "cuda:0" if config.group(role).num_gpus else "cpu"
+    return config.engine_settings(role, device, config.threads(role))
 
 
 def _log_progress(message: str, fraction: float | None) -> None:

@@ -247,6 +247,16 @@ def test_a_pair_on_one_machine_shares_its_cores(draft: str, replicas: int, share
     config = load_configuration(None, [f"models.draft={draft}", f"groups.draft.replicas={replicas}"])
     assert config.on_one_machine().scheduler_config().shared_device is shared
     assert config.scheduler_config().shared_device is False
+    loopback = config.model_copy(update={"internal": config.internal.model_copy(update={"host": "127.0.0.1"})})
+    assert loopback.scheduler_config().shared_device is False
+
+
+def test_a_pair_on_a_gpu_takes_turns_and_several_pairs_do_not() -> None:
+    share = "{draft: {num_gpus: 0.3, kv_memory: 2GiB, replicas: %d}, target: {num_gpus: 0.7, kv_memory: 2GiB}}"
+    for replicas in (1, 2):
+        config = load_configuration(None, [f"groups={share % replicas}"])
+        for each in (config, config.without_replicas()):
+            assert each.scheduler_config().shared_device is (replicas == 1)
 
 
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:

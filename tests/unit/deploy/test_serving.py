@@ -19,11 +19,9 @@ from deploy.cluster.client import reason_of_failure
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.ingress import InternalSettings
 from deploy.config.loading import configuration_from, load_configuration
-from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 from deploy.ray_app.application import settled
 from deploy.ray_app.gpus import gpus_per_replica
-from deploy.ray_app.replica import Plan
 from deploy.ray_app.serve_options import serve_file
 from protos import scheduler_pb2
 from scheduler.messages import Role
@@ -78,12 +76,8 @@ def test_a_pair_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [written_down.group(role).num_gpus for role in written_down.roles] == [0.5, 0.5]
     again = configuration_from(written_down.plain())
     assert again.pair_shares_a_gpu
+    assert again.scheduler_config().shared_device
     assert not load_configuration(None, []).pair_shares_a_gpu
-
-
-def test_devices_are_those_that_ray_shows() -> None:
-    plan = Plan(SpoolConfig(), {Role.TARGET: 0.5, Role.DRAFT: 0.0}, {})
-    assert (plan.device(Role.TARGET), plan.device(Role.DRAFT)) == ("cuda:0", "cpu")
 
 
 def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
