@@ -25,7 +25,8 @@ from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
 from engine.models.weights import check_loaded, safetensors_files, stored_tensors
 from engine.parallel.ranks import Ranks
 from engine.parallel.shards import read_part
-from engine.quantization.model import build_model, is_quantized, moved, round_weights, stored_quantization, weights_path
+from engine.quantization.gguf_file import GgufFile
+from engine.quantization.model import build_model, is_quantized, moved, open_weights, round_weights, stored_quantization
 from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS
 from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
@@ -44,7 +45,7 @@ def read_model(
     disable_progress_bar()
     device = torch.device(settings.device)
     kv_bytes = planned_kv_bytes(settings, role, folder, device)
-    config, source = read_config(folder), weights_path(folder)
+    config, source = read_config(folder), open_weights(folder)
     quantization = stored_quantization(source, config)
     if quantization == NOT_QUANTIZED:
         model = _read_plain(folder, config, settings.dtype, ranks)
@@ -144,7 +145,7 @@ def _dtype_and_kernels(
 
 
 def _read_quantized(
-    source: Path,
+    source: GgufFile | Path,
     config: PreTrainedConfig,
     quantization: str,
     device: torch.device,
@@ -153,10 +154,11 @@ def _read_quantized(
     progress: Progress,
 ) -> tuple[PreTrainedModel, CpuKernels | None]:
     """Weights are expanded where no kernel takes them quantised, or the settings say so."""
+    path = source.path if isinstance(source, GgufFile) else source
     if settings.quantization in ROUNDED_BITS:
         raise UnsupportedModelError(
             f"quantization is {settings.quantization!r}, must be auto or none: "
-            f"{source.name} is quantised already ({quantization})"
+            f"{path.name} is quantised already ({quantization})"
         )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
@@ -168,7 +170,7 @@ def _read_quantized(
     except UnsupportedModelError:
         raise
     except (OSError, ValueError, LookupError, RuntimeError) as error:
-        raise _cannot_load(source, error) from error
+        raise _cannot_load(path, error) from error
     if is_quantized(model):
         report(f"weights: {quantization}", progress)
         return model, kernels

@@ -29,31 +29,38 @@ def weights_path(folder: Path) -> Path:
     return file.resolve() if file.exists() else folder
 
 
-def stored_quantization(weights: Path, config: PreTrainedConfig) -> str:
+def open_weights(folder: Path) -> GgufFile | Path:
+    """The GGUF file of a model's folder; `folder` itself where it has none. Raises UnsupportedModelError."""
+    path = weights_path(folder)
+    return GgufFile(path) if path.is_file() else folder
+
+
+def stored_quantization(weights: GgufFile | Path, config: PreTrainedConfig) -> str:
     """How weights are quantised, in a word: the commonest type of a GGUF file's, or the method that config.json
     names."""
-    if weights.is_file():
-        return GgufFile(weights).commonest_type()
+    if isinstance(weights, GgufFile):
+        return weights.commonest_type()
     return quantization_method(config) or NOT_QUANTIZED
 
 
 def build_model(
-    source: Path,
+    source: GgufFile | Path,
     config: PreTrainedConfig,
     dtype: torch.dtype,
     keep: bool,
     ranks: Ranks | None = None,
 ) -> PreTrainedModel:
-    """Of the GGUF file or the folder at `source`. Quantised weights stay so where `keep`; otherwise all are expanded to
+    """Of what `open_weights` gives. Quantised weights stay so where `keep`; otherwise all are expanded to
     `dtype`. With `ranks`, this rank's part, connected to the others.
 
     Raises UnsupportedModelError for weights that do not fit `config` or are not finite.
     """
     plain: dict[str, torch.Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
-    weights = gguf_weights(GgufFile(source), config) if source.is_file() else checkpoint_weights(source, config)
+    path = source.path if isinstance(source, GgufFile) else source
+    weights = gguf_weights(source, config) if isinstance(source, GgufFile) else checkpoint_weights(source, config)
     if ranks is not None:
-        weights = parts_of(weights, whole_model(config), ranks.rank, ranks.size, source.name)
+        weights = parts_of(weights, whole_model(config), ranks.rank, ranks.size, path.name)
     for name, weight in weights:
         if isinstance(weight, torch.Tensor):
             plain[name] = weight.to(dtype)
@@ -64,7 +71,7 @@ def build_model(
         else:
             plain[name] = weight.expanded().to(dtype)
     config.quantization_config = None
-    model = model_of(source, config if ranks is None else part_of(config, ranks.size), plain, dtype, {})
+    model = model_of(path, config if ranks is None else part_of(config, ranks.size), plain, dtype, {})
     _place(model, quantized)
     if ranks is not None:
         connect_layers(model, config.vocab_size, ranks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.demo import build as demo
 from engine.demo.build import DemoBuildError, build_demo_models
@@ -21,10 +21,14 @@ def folders() -> dict[Role, Path]:
     return build_demo_models(lambda stage, fraction: None)
 
 
+@pytest.fixture(scope="module")
+def model(folders: dict[Role, Path]) -> PreTrainedModel:
+    return transformers_model(folders[Role.TARGET], "auto")
+
+
 @pytest.mark.slow
-def test_the_target_answers(folders: dict[Role, Path]) -> None:
+def test_the_target_answers(folders: dict[Role, Path], model: PreTrainedModel) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[Role.TARGET])
-    model = transformers_model(folders[Role.TARGET], "auto")
     assert model.dtype == torch.bfloat16
     assert model.config.num_hidden_layers == 30
     assert "quantization_config" not in json.loads((folders[Role.TARGET] / "config.json").read_text())
@@ -37,14 +41,13 @@ def test_the_target_answers(folders: dict[Role, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
+def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path], model: PreTrainedModel) -> None:
     # Other servers read every file of this kind in a model's folder as weights.
     assert len(list(folders[Role.DRAFT].glob("*.safetensors"))) == 1
-    target = transformers_model(folders[Role.TARGET], "auto").state_dict()
-    model = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
-    draft = model.state_dict()
-    assert model.config.num_hidden_layers == 8
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    short = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
+    target, draft = model.state_dict(), short.state_dict()
+    assert short.config.num_hidden_layers == 8
+    assert short.lm_head.weight is short.model.embed_tokens.weight
     shared = [name for name in draft if "embed" in name or any(f"layers.{layer}." in name for layer in range(6))]
     assert len(shared) == 1 + 6 * 9
     assert all(torch.equal(draft[name], target[name]) for name in shared)

@@ -21,7 +21,7 @@ from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of
 from engine.quantization.gguf_folder import gguf_folder
-from engine.quantization.model import build_model, round_weights, weights_path
+from engine.quantization.model import build_model, open_weights, round_weights
 from tests.support.tiny_models import save_tiny_pair, tiny_model
 from tests.unit.engine.test_gguf_model import write_model
 
@@ -154,7 +154,7 @@ def test_a_gguf_file_takes_what_its_model_does(tied: bool, tmp_path: Path, monke
     types = {"q_proj": "Q4_0", "k_proj": "Q5_1", "v_proj": "Q4_1", "gate_proj": "Q4_0", "up_proj": "Q4_1"}
     write_model(tmp_path / "small.gguf", "llama", tied, quantized=True, types=types)
     folder = gguf_folder(tmp_path / "small.gguf", lambda *_: None)
-    model = build_model(weights_path(folder), AutoConfig.from_pretrained(folder), torch.bfloat16, keep=True)
+    model = build_model(open_weights(folder), AutoConfig.from_pretrained(folder), torch.bfloat16, keep=True)
     found = model_memory("target", folder, "auto", 100)
     assert found.weights == pytest.approx(taken(model), rel=0.02)
     assert found.quantization == "q8_0"
