@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.offline.grid import GridPoint, System
+from deploy.errors import RunError
 from engine.cpu.isa import library_limits
 
 _SCRIPT = Path(__file__).with_name("peer_process.py")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # All of vLLM in one process, so that nothing of it runs between measurements.
 _VLLM_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-class PeerError(RuntimeError):
-    """The other system cannot be measured; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class Peers:
         self._processes: dict[Any, _PeerProcess] = {}
 
     def measure(self, point: GridPoint) -> tuple[list[list[int]], float]:
-        """The output for each prompt, and the seconds that all of them took. Raises `PeerError`."""
+        """The output for each prompt, and the seconds that all of them took. Raises `RunError`."""
         # vLLM loads its draft with the target.
         kind = point.system.plain, point.draft, point.draft_length
         if kind not in self._processes:
@@ -70,14 +67,14 @@ class Peers:
         python = Path(sys.executable)
         if point.system.plain is System.VLLM:
             if self._vllm_python is None:
-                raise PeerError("no --vllm-python was given")
+                raise RunError("vllm_python is unset, must be the Python of an environment with vLLM")
             python = self._vllm_python
             environment |= _VLLM_ENVIRONMENT
         process = _PeerProcess(point.system.plain.value, python, environment)
         draft = models.drafts.get(point.draft, point.draft) if point.draft is not None else None
         try:
             process.ask(asdict(models) | {"draft": draft, "draft_length": point.draft_length})
-        except PeerError:
+        except RunError:
             process.kill()
             raise
         return process
@@ -101,12 +98,12 @@ class _PeerProcess:
             )
         except OSError as error:
             self._errors.close()
-            raise PeerError(f"the Python of {name} cannot be started: {error.strerror}") from error
+            raise RunError(f"the Python of {name} cannot be started: {error.strerror}") from error
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises `PeerError` if the process ends."""
+        """Raises `RunError` if the process ends."""
         if self._process.stdin is None or self._process.stdout is None:
-            raise PeerError(f"{self._name} has no pipes")
+            raise RunError(f"{self._name} has no pipes")
         line = ""
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -118,7 +115,7 @@ class _PeerProcess:
             code = self._process.wait()
             self._errors.seek(0)
             last = (self._errors.read().decode(errors="replace").strip() or "no message").splitlines()[-1]
-            raise PeerError(f"{self._name} ended with exit code {code}: {last}")
+            raise RunError(f"{self._name} ended with exit code {code}: {last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench.offline.grid import GridPoint
 from bench.offline.options import BenchOfflineSettings
-from bench.offline.peers import PeerError, PeerModels, Peers
+from bench.offline.peers import PeerModels, Peers
 from bench.offline.results import Measurement, cells_table, summarise
 from bench.record import origin
 from deploy.errors import RunError
@@ -74,7 +74,6 @@ class _Run:
         self._console = console
         self._origin = origin(shlex.join(["spool", *sys.argv[1:]]))
         self._measurements: list[Measurement] = []
-        self._left_out: dict[str, str] = {}
         self._expected: dict[GridPoint, list[list[int]]] = {}
 
     async def run(self) -> None:
@@ -104,7 +103,6 @@ class _Run:
             "settings": settings,
             "prompts": len(self._jobs),
             "prompt_tokens": sum(len(job.tokens) for job in self._jobs),
-            "left_out": self._left_out,
             "cells": summarise(self._measurements),
             "measurements": [measurement.to_json() for measurement in self._measurements],
         }
@@ -135,20 +133,11 @@ class _Run:
         self, point: GridPoint, repeat: int | None, cells: Mapping[str | None, Cell], peers: Peers
     ) -> None:
         """Without `repeat` only for the output, with which the output of other cells is compared."""
-        if point.system.value in self._left_out:
-            return
-        try:
-            if point != point.reference and point.reference not in self._expected:
-                raise PeerError(f"{point.reference} was not measured")
-            if point.system.is_spool:
-                outputs, found = await self._measure_spool(point, cells[point.draft])
-            else:
-                outputs, seconds = await asyncio.to_thread(peers.measure, point)
-                found = Measurement(point, 0, sum(map(len, outputs)), seconds, 0.0, [])
-        except PeerError as error:
-            self._left_out[point.system.value] = str(error)
-            self._say(f"{point}: left out: {error}")
-            return
+        if point.system.is_spool:
+            outputs, found = await self._measure_spool(point, cells[point.draft])
+        else:
+            outputs, seconds = await asyncio.to_thread(peers.measure, point)
+            found = Measurement(point, 0, sum(map(len, outputs)), seconds, 0.0, [])
         if point == point.reference:
             self._expected.setdefault(point, outputs)
         if repeat is None:
