@@ -13,6 +13,7 @@ from deploy.progress import Reporter, say
 from deploy.workers import worker_memory
 from engine.demo.build import DemoBuildError
 from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
+from engine.models.drafting_head import MTP
 from engine.models.fetching import fetch_model
 from engine.models.memory_plan import kv_tokens, plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
@@ -44,7 +45,8 @@ def prepare_models(
     """
     target_folder = fetch(settings.target, Role.TARGET, reporter)
     draft_folder = None
-    if drafting and (settings.drafts_with_model or settings.drafts_with_head):
+    has_folder = settings.drafts_with_model or (settings.drafts_with_head and settings.draft_name != MTP)
+    if drafting and has_folder:
         draft_folder = fetch(settings.draft_name, Role.DRAFT, reporter)
         if settings.drafts_with_head:
             draft_folder = None

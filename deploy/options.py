@@ -69,8 +69,8 @@ class ModelSettings(_Frozen):
     ] = DEMO
     draft: str | None = described(
         None,
-        "Draft model: `demo`, a folder, a GGUF file, a hub id, `ngram` (prompt lookup) or `none`. Unset: demo for the "
-        "demo target, else ngram.",
+        "Draft model: `demo`, a folder, a GGUF file, a hub id, `mtp` (the target's MTP layer), `ngram` (prompt lookup) "
+        "or `none`. Unset: demo for the demo target, else ngram.",
     )
     draft_kind: DraftKind = described(
         DraftKind.AUTO, "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."

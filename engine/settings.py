@@ -35,7 +35,8 @@ class EngineSettings:
     followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
     the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs. So many
     ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
-    `draft_head` names a drafting head that a target has beside its model (engine/models/drafting_head.py).
+    `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
+    (engine/models/drafting_head.py).
     """
 
     model: str

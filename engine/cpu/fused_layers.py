@@ -117,7 +117,8 @@ class KernelDecoder(nn.Module):
         self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
 
     def tap(self, layer: int, take: Callable[[torch.Tensor], None]) -> None:
-        """`take` gets what goes into the layer in each pass, `[rows, hidden]`, which changes after the call."""
+        """`take` gets what goes into the layer in each pass, `[rows, hidden]`, which changes after the call; of the
+        number behind all layers, what `normed` gives."""
         self._taps[layer] = take
 
     def normed(self, tokens: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> torch.Tensor:
@@ -125,7 +126,10 @@ class KernelDecoder(nn.Module):
         where the pass attends otherwise than by kernel, MemoryError."""
         hidden_states = self.embed_tokens(tokens)
         self.add_layers(hidden_states, positions, paged_step)
-        return self._kernels.norm(hidden_states, *self._norm)
+        rows = self._kernels.norm(hidden_states, *self._norm)
+        if (take := self._taps.get(len(self.layers))) is not None:
+            take(rows)
+        return rows
 
     def add_layers(self, hidden_states: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> None:
         """Adds to `hidden_states` `[rows, hidden]`, in place, what the layers add."""

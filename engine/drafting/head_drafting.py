@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.backends import Span
 from engine.drafting.context import HeadContext
-from engine.drafting.eagle_head import EagleHead
+from engine.drafting.head import DraftingHead
 from engine.kv.kv_store import KvStore, PageLayout
 from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
@@ -51,7 +51,7 @@ class _Asking:
 class HeadDrafting:
     """One head over the pages of one pool. A row with a grammar gets no proposal."""
 
-    def __init__(self, head: EagleHead, pool: PagePool, kept: Features, scan: LogitsScan) -> None:
+    def __init__(self, head: DraftingHead, pool: PagePool, kept: Features, scan: LogitsScan) -> None:
         """`kept`: the features of the target's latest pass. `scan`: of the head's logits."""
         self._head = head
         self._pool = pool
@@ -61,7 +61,7 @@ class HeadDrafting:
         self._kv = head.kv(pool.total_pages, pool.page_size)
         self._backend = head.backend(self._kv)
         self._context = HeadContext(pool.total_pages, pool.page_size)
-        self._last = torch.zeros(pool.total_pages, head.config.hidden_size, dtype=kept.rows.dtype, device=self._device)
+        self._last = torch.zeros(pool.total_pages, head.hidden_size, dtype=kept.rows.dtype, device=self._device)
         """Features `[pages, hidden]` that a page keeps of its last position."""
 
     @torch.inference_mode()

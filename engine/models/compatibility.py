@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
 from engine.attention.paged_step import ATTENTION_NAME
@@ -16,6 +17,9 @@ from engine.kv.pages import PagePool, PageTable
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.quantization.checkpoints import check_quantization
+
+# Its layers are Qwen2's, and transformers does not know the type.
+CONFIG_MAPPING.register("mimo", Qwen2Config, exist_ok=True)
 
 PROVED_FAMILIES = frozenset(
     [

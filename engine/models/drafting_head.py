@@ -1,7 +1,8 @@
 """Drafting heads by their folders: which folders hold one, and what its config.json says. Knows no torch.
 
 A head is no model: it proposes from the hidden states of the target that it was trained with, and runs in that target's
-worker. Spool takes EAGLE-3 heads (arXiv 2503.01840) in the format that they are published in.
+worker. Spool takes EAGLE-3 heads (arXiv 2503.01840) in the format that they are published in, and MTP layers that lie
+in the target's own folder (engine/drafting/mtp_head.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _HEAD_WORDS = ("eagle", "medusa", "mtp", "nextn", "speculator", "mlpspeculator")
 """Parts of the names of architectures that are heads."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
 
+MTP = "mtp"
+"""Names the MTP layer of a target."""
+
 FEATURES = 3
 """Hidden states of the target that a head of EAGLE-3 takes for each position."""
 
@@ -35,7 +39,9 @@ def head_architecture(folder: Path) -> str | None:
 
 
 def is_drafting_head(name: str) -> bool:
-    """Whether a folder or hub id names a head; a hub id only if the model was downloaded before."""
+    """Whether `MTP`, a folder or a hub id names a head; a hub id only if the model was downloaded before."""
+    if name == MTP:
+        return True
     try:
         folder = resolve_model(name, Role.DRAFT).folder
     except ModelNotFoundError:

@@ -14,8 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.cpu.threads import run_on_any_processor
 from engine.description import EngineDescription
 from engine.drafting.eagle_head import EagleHead
+from engine.drafting.head import DraftingHead
 from engine.drafting.head_drafting import HeadDrafting, HeadlessPages
 from engine.drafting.model_draft import DraftEngine
+from engine.drafting.mtp_head import MtpHead
 from engine.errors import UnsupportedModelError
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
@@ -27,7 +29,7 @@ from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool
 from engine.models.compatibility import PROBED_PAGES, check_passes, has_moving_rope
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
-from engine.models.drafting_head import head_architecture
+from engine.models.drafting_head import MTP, head_architecture
 from engine.models.dtype import dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.kernels import logits_scan
@@ -62,7 +64,7 @@ def load_target_engine(
         parts = beside.submit(folder_parts, folder)
         lead = None if other_ranks is None else _gather_ranks(folder, settings, progress, other_ranks)
         loaded = read_model(folder, settings, Role.TARGET, progress, None if lead is None else lead.ranks)
-        head = None if settings.draft_head is None else _load_head(settings.draft_head, loaded, progress)
+        head = None if settings.draft_head is None else _load_head(settings.draft_head, folder, loaded, progress)
         return _target_engine(replace(loaded, lead=lead), settings, progress, parts.result, head)
 
 
@@ -95,10 +97,12 @@ def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: 
     return _draft_engine(model_in_memory(model, settings, progress), settings, progress)
 
 
-def _load_head(name: str, loaded: LoadedModel, progress: Progress) -> EagleHead:
-    folder = fetch_model(resolve_model(name, Role.DRAFT), progress)
+def _load_head(name: str, target: Path, loaded: LoadedModel, progress: Progress) -> DraftingHead:
+    """`target`: its folder."""
+    folder = target if name == MTP else fetch_model(resolve_model(name, Role.DRAFT), progress)
     progress(f"loading {name}", None)
-    return EagleHead(folder, loaded.model, loaded.vocabulary.size, loaded.kernels)
+    kind = MtpHead if name == MTP else EagleHead
+    return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels)
 
 
 def _target_engine(
@@ -106,7 +110,7 @@ def _target_engine(
     settings: EngineSettings,
     progress: Progress,
     source: Callable[[], dict[str, str]],
-    head: EagleHead | None = None,
+    head: DraftingHead | None = None,
 ) -> TargetEngine:
     """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
     loaded = replace(loaded, windows=_check_passes(loaded, settings))
@@ -213,7 +217,7 @@ def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progr
 
 
 def _assemble(
-    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: EagleHead | None = None
+    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: DraftingHead | None = None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
     longest, shape = _positions(loaded.model.config), KvShape.of(model.config)

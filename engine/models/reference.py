@@ -40,6 +40,8 @@ def transformers_model(folder: Path, dtype: Any) -> Any:
     """The model in `folder` as transformers has it. Weights of a GGUF file are expanded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import engine.models.compatibility  # noqa: F401  (makes types of models known)
+
     # The file says less of the model than config.json.
     gguf: dict[str, Any] = {"gguf_file": GGUF_WEIGHTS} if (folder / GGUF_WEIGHTS).is_file() else {}
     config = AutoConfig.from_pretrained(folder)

@@ -73,8 +73,10 @@ def check_quantization(config: PreTrainedConfig) -> None:
             raise UnsupportedModelError(f"{family} has weights quantised by {method} with a {field}, must have none")
 
 
-def checkpoint_weights(folder: Path, config: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Weights of the model in `folder` by the names of its parameters, one after the other.
+def checkpoint_weights(
+    folder: Path, config: PreTrainedConfig, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Weights of the model in `folder` by the names of its parameters, one after the other: those with `prefix`.
 
     A weight that is quantised but fits no `QuantizedWeight` is float32; any other tensor is as stored. Activations are
     not quantised, whatever the configuration says of them. Raises UnsupportedModelError, naming the tensor.
@@ -85,6 +87,8 @@ def checkpoint_weights(folder: Path, config: PreTrainedConfig) -> Iterator[tuple
         checkpoint = _Checkpoint(folder, stack)
         for name, stored in checkpoint.stored.items():
             layer, _, kind = name.rpartition(".")
+            if not name.startswith(prefix):
+                continue
             if kind == "weight_packed":
                 yield f"{layer}.weight", _packed_weight(checkpoint, layer)
             elif kind == "qweight" and quantization["quant_method"] == "awq":

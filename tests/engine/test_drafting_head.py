@@ -1,4 +1,4 @@
-"""EAGLE-3 heads beside real targets: what they propose, that the text stays, and which heads are refused."""
+"""EAGLE-3 heads and MTP layers beside real targets: what they propose, that the text stays, and which are refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import TargetStepExecutor
-from tests.support.eagle_heads import ReferenceHead, head_config, head_tensors, save_agreeing_pair, save_head
+from tests.support.agreeing_heads import save_agreeing_pair
+from tests.support.eagle_heads import ReferenceEagle, head_config, head_tensors, save_head
 from tests.support.in_process import Output, run_in_process
-from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
+from tests.support.mtp_heads import FAMILIES, ReferenceMtp, save_target
+from tests.support.reference_heads import ReferenceHead
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, quantize_to_int8, tiny_model
 
 LAYERS = 4
 GREEDY = SamplingParameters()
@@ -35,21 +38,29 @@ CASES = {
     "kernels": ("llama", {}, {}),
     "norm_before_residual": ("qwen3", {}, {"norm_before_residual": True}),
     "experts, all tokens": ("qwen3_moe", {}, {"draft_vocab_size": VOCABULARY}),
+    "mtp": ("mimo", {}, {}),
+    "mtp of torch": ("mimo", TORCH_SHAPE, {}),
+    "mtp with experts": ("glm4_moe", {}, {}),
+    "mtp with experts of torch": ("glm4_moe", TORCH_SHAPE | {"use_qk_norm": True}, {}),
 }
 
 
-def load(folder: Path, head: Path | None, **settings: Any) -> TargetEngine:
+def load(folder: Path, head: Path | str | None, **settings: Any) -> TargetEngine:
     chosen: dict[str, Any] = {"dtype": "float32", "kv_pages": 64, "threads": 1, "exact": False} | settings
-    return load_target_engine(
-        EngineSettings(str(folder), draft_head=None if head is None else str(head), **chosen), lambda *_: None
-    )
+    draft_head = None if head is None else str(head)
+    return load_target_engine(EngineSettings(str(folder), draft_head=draft_head, **chosen), lambda *_: None)
 
 
-def pair(folder: Path, family: str, shape: dict[str, int], **fields: Any) -> tuple[Path, Path, PreTrainedModel]:
+def pair(folder: Path, family: str, shape: dict[str, int], **fields: Any) -> tuple[Path, str, ReferenceHead]:
+    """With a head of EAGLE-3, or of a family that has one, an MTP layer."""
+    if family in FAMILIES:
+        target = save_target(folder / "target", family, LAYERS, **shape)
+        return folder / "target", "mtp", ReferenceMtp(folder / "target", target)
     target = tiny_model(family, num_hidden_layers=LAYERS, **shape)
     target.save_pretrained(folder / "target")
     config = head_config(target, **fields)
-    return folder / "target", save_head(folder / "head", config, head_tensors(config)), target
+    head = save_head(folder / "head", config, head_tensors(config))
+    return folder / "target", str(head), ReferenceEagle(head, target)
 
 
 class Follower:
@@ -86,8 +97,8 @@ class Follower:
 @pytest.mark.parametrize("case", CASES)
 def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: str) -> None:
     family, shape, fields = CASES[case]
-    target_folder, head_folder, target = pair(tmp_path, family, shape, **fields)
-    engine, reference, rng = load(target_folder, head_folder), ReferenceHead(head_folder, target), random.Random(1)
+    target_folder, head, reference = pair(tmp_path, family, shape, **fields)
+    engine, rng = load(target_folder, head), random.Random(1)
     followers = [Follower(engine, rng.choices(range(VOCABULARY), k=length)) for length in (5, 16, 17, 40)]
     for follower in followers:
         while follower.table.length + 7 < len(follower.known):
@@ -96,7 +107,7 @@ def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: 
     for _ in range(14):
         rows = []
         for follower in followers:
-            right = plain(target, follower.known, 3)[: rng.randrange(4)]
+            right = plain(reference.target, follower.known, 3)[: rng.randrange(4)]
             drafts = [*right, *rng.choices(range(VOCABULARY), k=2)][: rng.randrange(5)]
             rows.append(follower.row(drafts, rng.choice((0, 1, 4))))
         for row, follower, outcome in zip(rows, followers, engine.step(rows).rows, strict=True):
@@ -117,10 +128,9 @@ def plain(model: PreTrainedModel, tokens: Sequence[int], count: int) -> list[int
 
 def test_drawn_proposals_have_the_noise_of_the_target(tmp_path: Path) -> None:
     """The first token of each is the largest sum of the head's log probability and the noise at its position."""
-    target_folder, head_folder, target = pair(tmp_path, "llama", {})
-    reference = ReferenceHead(head_folder, target)
+    target_folder, head, reference = pair(tmp_path, "llama", {})
     sampling = SamplingParameters(temperature=0.7, seed=5)
-    follower = Follower(load(target_folder, head_folder), range(9), sampling)
+    follower = Follower(load(target_folder, head), range(9), sampling)
     for _ in range(12):
         (token,) = follower.step(length=1)
         logits = reference.logits(follower.known)
@@ -131,9 +141,10 @@ def test_drawn_proposals_have_the_noise_of_the_target(tmp_path: Path) -> None:
         assert token == int(ids[(scores + gumbel(keys, ids)).argmax()])
 
 
-def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_path: Path) -> None:
-    target_folder, head_folder, target = pair(tmp_path, "llama", {})
-    source, destination = load(target_folder, head_folder), load(target_folder, head_folder)
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_path: Path, family: str) -> None:
+    target_folder, head, reference = pair(tmp_path, family, {})
+    source, destination = load(target_folder, head), load(target_folder, head)
     prompt = random.Random(3).choices(range(VOCABULARY), k=21)
     before, after = Follower(source, prompt), Follower(destination, prompt)
     # Other KV of the head is left on the pages.
@@ -145,7 +156,7 @@ def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_pat
     for page, other in zip(before.table.pages, after.table.pages, strict=True):
         destination.kv_store.write_page(other, source.kv_store.read_page(page))
     after.known = list(before.known)
-    reference, proposals = ReferenceHead(head_folder, target), []
+    proposals = []
     while len(after.known) < 60:
         before.step()
         proposals.append(after.step())
@@ -171,15 +182,16 @@ def requests(temperature: float = 0.8) -> list[SequenceRequest]:
     ]
 
 
-def worker(folder: Path, head: Path | None, dtype: str) -> TargetStepExecutor:
+def worker(folder: Path, head: str | None, dtype: str) -> TargetStepExecutor:
     engine = load(folder, head, dtype=dtype, kv_pages=200, exact=True)
     return TargetStepExecutor(engine, kv_store=engine.kv_store)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("agrees", [False, True])
-def test_text_and_bits_of_logits_are_those_without_a_head(tmp_path: Path, dtype: str, agrees: bool) -> None:
-    target, head = save_agreeing_pair(tmp_path) if agrees else pair(tmp_path, "llama", {})[:2]
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe", "mimo", "eagle", "mtp"])
+def test_text_and_bits_of_logits_are_those_without_a_head(tmp_path: Path, dtype: str, kind: str) -> None:
+    agrees = kind in ("eagle", "mtp")
+    target, head = save_agreeing_pair(tmp_path, kind) if agrees else pair(tmp_path, kind, {})[:2]
     expected = run_in_process(SchedulerConfig(draft_length=0), {"target": worker(target, None, dtype)}, requests())
     with_head = worker(target, head, dtype)
     for policy in (Policy.EXSPEC, Policy.AUTO):
@@ -201,14 +213,20 @@ def test_a_step_without_free_pages_proposes_less_and_takes_none(tmp_path: Path) 
     engine.pool.check_conservation([follower.table])
 
 
-def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path) -> None:
-    target_folder, _, target = pair(tmp_path, "llama", {})
-    config = head_config(target)
-    tensors = head_tensors(config)
-    tensors["midlayer.mlp.down_proj.weight"] *= 1e38
-    follower = Follower(load(target_folder, save_head(tmp_path / "huge", config, tensors)), range(20))
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, family: str) -> None:
+    if family == "mimo":
+        huge, target = {"mlp.down_proj.weight": torch.full((64, 96), 1e38)}, tmp_path / "target"
+        model, head = save_target(target, family, LAYERS, huge), "mtp"
+    else:
+        target, _, reference = pair(tmp_path, family, {})
+        model, config = reference.target, head_config(reference.target)
+        tensors = head_tensors(config)
+        tensors["midlayer.mlp.down_proj.weight"] *= 1e38
+        head = str(save_head(tmp_path / "huge", config, tensors))
+    follower = Follower(load(target, head), range(20))
     assert [follower.step() for _ in range(20)] == [[]] * 20
-    assert follower.known[20:] == plain(target, range(20), 20)
+    assert follower.known[20:] == plain(model, range(20), 20)
 
 
 @pytest.mark.parametrize(
@@ -233,37 +251,73 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path) -
 def test_a_head_that_does_not_fit_is_refused(
     tmp_path: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor | None], reason: str
 ) -> None:
-    target_folder, _, target = pair(tmp_path, "llama", {})
-    config = head_config(target)
+    target_folder, _, reference = pair(tmp_path, "llama", {})
+    config = head_config(reference.target)
     changed = {name: one for name, one in (head_tensors(config) | tensors).items() if one is not None}
     config = {name: value for name, value in (config | fields).items() if value is not None}
     with pytest.raises(UnsupportedModelError, match=reason):
         load(target_folder, save_head(tmp_path / "changed", config, changed))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {}, "llama has no MTP layer that is known, must be glm4_moe or mimo"),
+        ("glm4_moe", None, "holds no MTP layer, whose tensors begin with model.layers.4."),
+        ("glm4_moe", {"enorm.weight": None}, "the MTP layer of target holds no enorm.weight"),
+        ("glm4_moe", {"eh_proj.weight": torch.zeros(64, 64)}, r"\[64, 64\], must have \[64, 128\] by config.json"),
+        ("glm4_moe", {"mlp.experts.3.up_proj.weight": None}, "the MTP layer of target cannot be loaded"),
+        (
+            "mimo",
+            {"self_attn.q_proj.bias": torch.full((128,), math.nan)},
+            "q_proj.bias holds a value that is not a fin",
+        ),
+        ("mimo", {"final_layernorm.weight": None}, "holds no final_layernorm.weight"),
+    ],
+)
+def test_an_mtp_layer_that_does_not_fit_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, torch.Tensor | None] | None, reason: str
+) -> None:
+    if family == "llama" or changes is None:
+        tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "target")
+    else:
+        save_target(tmp_path / "target", family, LAYERS, changes)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(tmp_path / "target", "mtp")
+
+
+def test_an_mtp_layer_of_a_quantised_checkpoint_is_expanded(tmp_path: Path) -> None:
+    target = save_target(tmp_path, "mimo", LAYERS)
+    numbers = quantize_to_int8(tmp_path)
+    target.load_state_dict(numbers, strict=False)
+    reference, follower = ReferenceMtp(tmp_path, target, numbers), Follower(load(tmp_path, "mtp"), range(20))
+    for _ in range(10):
+        assert follower.step() == reference.proposal(follower.known, 4)
+
+
 def test_layers_that_eagle_config_names_are_those_before(tmp_path: Path) -> None:
-    target_folder, head_folder, target = pair(tmp_path, "llama", {}, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    config = head_config(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    target_folder, head, reference = pair(tmp_path, "llama", {}, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    config = head_config(reference.target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     del config["eagle_aux_hidden_state_layer_ids"]
     other = save_head(tmp_path / "other", config, head_tensors(config))
-    first, second = (Follower(load(target_folder, head), range(12)) for head in (head_folder, other))
+    first, second = (Follower(load(target_folder, one), range(12)) for one in (head, other))
     assert first.step() == second.step() != []
 
 
 def test_pickled_weights_are_read(tmp_path: Path) -> None:
-    target_folder, head_folder, target = pair(tmp_path, "llama", {})
-    config = head_config(target)
+    target_folder, head, reference = pair(tmp_path, "llama", {})
+    config = head_config(reference.target)
     pickled = save_head(tmp_path / "pickled", config, {})
     (pickled / "model.safetensors").unlink()
     torch.save(head_tensors(config), pickled / "pytorch_model.bin")
-    first, second = (Follower(load(target_folder, head), range(12)) for head in (head_folder, pickled))
+    first, second = (Follower(load(target_folder, one), range(12)) for one in (head, pickled))
     assert first.step() == second.step() != []
 
 
 def test_a_head_is_no_draft_and_goes_with_whole_targets_only(tmp_path: Path) -> None:
-    target_folder, head_folder, _ = pair(tmp_path, "llama", {})
-    settings = EngineSettings(str(head_folder), dtype="float32")
+    target_folder, head, _ = pair(tmp_path, "llama", {})
+    settings = EngineSettings(head, dtype="float32")
     with pytest.raises(UnsupportedModelError, match="runs in the target's worker, not in a draft worker"):
         load_draft_engine(settings, lambda *_: None)
     with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1 with the drafting head"):
-        replace(settings, model=str(target_folder), draft_head=str(head_folder), tensor_parallel_size=2)
+        replace(settings, model=str(target_folder), draft_head=head, tensor_parallel_size=2)

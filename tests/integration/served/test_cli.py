@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.command_line import Ended, save_tokenizer, spool, spool_here, started, write_lines
-from tests.support.eagle_heads import save_agreeing_pair
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 
@@ -125,12 +125,13 @@ def test_generate_does_not_mix_runs(folder: Path, plain: list[str]) -> None:
     assert output.read_text() == before
 
 
-def test_verify_finds_a_drafting_head_exact(tmp_path: Path) -> None:
-    target, head = save_agreeing_pair(tmp_path)
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_verify_finds_a_drafting_head_exact(tmp_path: Path, kind: str) -> None:
+    target, head = save_agreeing_pair(tmp_path, kind)
     save_tokenizer(target)
     write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
     both = ("--policy", "exspec", "--policy", "auto")
-    ended = run(tmp_path, "verify", *both, "--json", target=target.name, draft=head.name)
+    ended = run(tmp_path, "verify", *both, "--json", target=target.name, draft=head)
     assert ended.code == 0, ended.err
     policies = json.loads(ended.out.splitlines()[-1])["policies"]
     for found in (policies["exspec"], policies["auto"]):

@@ -17,9 +17,9 @@ from scheduler.sampling import SamplingParameters
 from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
+from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.cells import LINKS
 from tests.support.changed_workers import slow_steps
-from tests.support.eagle_heads import save_agreeing_pair
 from tests.support.tiny_models import VOCABULARY
 from tests.support.waiting import LONG
 
@@ -31,15 +31,8 @@ Output = list[tuple[int, int]]
 """Tokens, with the digests of their logits."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_agreeing_pair(tmp_path_factory.mktemp("pair"))
-
-
-def launch(target: Path, head: Path | None) -> WorkerLaunch:
-    settings = EngineSettings(
-        str(target), kv_pages=200, threads=1, draft_head=None if head is None else str(head), dtype="bfloat16"
-    )
+def launch(target: Path, head: str | None) -> WorkerLaunch:
+    settings = EngineSettings(str(target), kv_pages=200, threads=1, draft_head=head, dtype="bfloat16")
     return WorkerLaunch(Role.TARGET, asdict(settings), threads=1, environment=slow_steps(0.01))
 
 
@@ -72,8 +65,9 @@ async def decode(
         return outputs, (drafted, accepted), service
 
 
-async def test_a_target_that_is_killed_or_leaves_changes_no_bit(folders: tuple[Path, Path]) -> None:
-    target, head = folders
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+async def test_a_target_that_is_killed_or_leaves_changes_no_bit(tmp_path: Path, kind: str) -> None:
+    target, head = save_agreeing_pair(tmp_path, kind)
     plain, counts, _ = await decode([launch(target, None)])
     assert counts == (0, 0)
     assert [len(output) for output in plain] == [200] * len(PROMPTS)

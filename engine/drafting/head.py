@@ -1,0 +1,107 @@
+"""What drafting heads have in common: a decoder layer with KV on pages that reads a token's embedding beside features,
+which come from hidden states of the target or, from the second proposed token on, from the layer itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention.backends import AttentionBackend, AttentionPlan, MatmulBackend, unrestricted_form
+from engine.cpu.attention import KernelBackend
+from engine.cpu.kernels import CpuKernels
+from engine.errors import UnsupportedModelError
+from engine.kv.paged_kv import PagedKv
+from engine.layers.linear import linear_of
+from engine.models.loaded_model import KvShape
+from engine.models.weights import wrong_shape
+
+
+class DraftingHead(ABC):
+    """`layers`: those of the target whose inputs its features are made of; as many as the target has layers means
+    behind its last norm. `token_ids`, int64 and ascending: the tokens of the columns of its logits; None for all of the
+    target's. `nbytes`: of its weights."""
+
+    layers: list[int]
+    token_ids: Tensor | None = None
+    nbytes: int
+
+    def __init__(
+        self, name: str, config: PreTrainedConfig, target: PreTrainedModel, kernels: CpuKernels | None
+    ) -> None:
+        """`config`: of a model of one layer, the head's."""
+        self.name = name
+        self.config = config
+        self._target, self._kernels = target, kernels
+        self._shape = KvShape.of(config)
+        decoder = target.base_model
+        layers = getattr(decoder, "layers", ())
+        if len(layers) != target.config.num_hidden_layers or not hasattr(decoder, "embed_tokens"):
+            family = target.config.model_type
+            raise UnsupportedModelError(f"{name} needs a target with plain layers, {family} has none")
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Of KV, and of the features that a page keeps."""
+        dtype = self._target.dtype
+        return self._shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
+
+    def kv(self, pages: int, page_size: int) -> PagedKv:
+        shape, like = self._shape, self._target
+        return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
+
+    def backend(self, kv: PagedKv) -> AttentionBackend:
+        """By kernel on a CPU, where one takes the sizes; else by matrix products, on a GPU as well."""
+        shape, page_size = self._shape, kv.page_size
+        if self._kernels is not None and KernelBackend.supports(shape.head_dim, page_size):
+            return KernelBackend(self._kernels, page_size)
+        heads, form = (self.config.num_attention_heads, shape.kv_heads), unrestricted_form(page_size)
+        return MatmulBackend(form, *heads, page_size, self._target.device)
+
+    @abstractmethod
+    def features(self, hidden: Tensor) -> Tensor:
+        """Of hidden states `[rows, layers * hidden]`, one layer's after the other's: `[rows, hidden]`, finite."""
+
+    @abstractmethod
+    def write(self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor) -> None:
+        """Writes KV of pairs, of a position's features `[rows, hidden]` and the token after it, to slots as in
+        `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is."""
+
+    @abstractmethod
+    def propose(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        """As `write`, and gives logits `[rows, tokens]` of the token after the next, and the features that go with it.
+        Raises MemoryError."""
+
+
+class HeadWeights:
+    """Takes tensors by their names, checked; `stored` are those that are left."""
+
+    def __init__(self, folder: Path, stored: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self.stored = stored
+        self.nbytes = 0
+        self._folder, self._dtype, self._device = folder, dtype, device
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        if name not in self.stored:
+            raise UnsupportedModelError(f"{self._folder.name} holds no {name}")
+        tensor = self.stored.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise wrong_shape(self._folder.name, name, tensor.shape, shape)
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise UnsupportedModelError(f"{self._folder.name}: {name} holds a value that is not a finite number")
+        tensor = tensor.to(self._device, self._dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def linear(self, name: str, out_features: int, in_features: int) -> nn.Linear:
+        bias = f"{name}.bias" in self.stored
+        weight = self.tensor(f"{name}.weight", out_features, in_features)
+        return linear_of(weight, self.tensor(f"{name}.bias", out_features) if bias else None)
