@@ -6,6 +6,8 @@ table, a missing truncation or a token fed at the wrong place changes everything
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from array import array
@@ -231,6 +233,8 @@ def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
     progress("thinking", None)
     if "fail" in settings:
         raise RuntimeError(settings["fail"])
+    if settings.get("die") == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
     if "die" in settings:
         sys.exit(settings["die"])
     if "hang" in settings:

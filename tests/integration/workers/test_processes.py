@@ -198,6 +198,12 @@ async def test_worker_that_dies_without_a_word_is_reported_with_its_last_words()
         await launcher.__aenter__()
 
 
+async def test_worker_that_the_kernel_kills_may_have_wanted_memory() -> None:
+    launcher = WorkerLauncher([stand_in(Role.TARGET, die="SIGKILL")])
+    with pytest.raises(ProcessStartError, match=r"target-0: killed by signal 9 \(if memory ran out: a smaller model"):
+        await launcher.__aenter__()
+
+
 async def test_worker_that_never_gets_ready_is_given_up() -> None:
     launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
     with pytest.raises(ProcessStartError, match=r"target-0: not ready after 1.5 s"):
