@@ -175,6 +175,7 @@ Traceback (most recent call last):
 engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_attention is supported"""
     assert reason_of_failure(message).endswith("only full_attention is supported")
     assert reason_of_failure("nothing known") == "nothing known"
+    assert "if memory ran out: " in reason_of_failure("Traceback ...\nMemoryError: Unable to allocate 400 GiB\n")
     assert reason_of_failure("") == "no reason is known"
 
 
