@@ -25,8 +25,10 @@ from scheduler.config import Policy
 from services.receipts.receipt import Receipt
 
 
-async def generate(settings: RunSettings, jobs: list[Job], turns: int, reporter: Reporter, file: Path) -> list[float]:
-    """Writes receipts; gives the median seconds without digests of logits and with them."""
+async def generate(
+    settings: RunSettings, jobs: list[Job], turns: int, reporter: Reporter, file: Path
+) -> list[tuple[float, float]]:
+    """Writes receipts; gives the seconds of each turn without digests of logits and with them."""
     config = settings.scheduling.config(Policy.AUTO, drafting=False)
     seconds: tuple[list[float], list[float]] = [], []
     found = [Completion() for _ in jobs]
@@ -43,7 +45,7 @@ async def generate(settings: RunSettings, jobs: list[Job], turns: int, reporter:
         for job, one in zip(jobs, found, strict=True):
             record = tuple(one.tokens), tuple(one.logits_digests), job.sampling
             lines.write(json.dumps(Receipt("", target.fingerprint, job.tokens, *record).to_json()) + "\n")
-    return [median(each) for each in seconds]
+    return list(zip(*seconds, strict=True))
 
 
 def main() -> None:
@@ -63,14 +65,17 @@ def main() -> None:
         several = [replace(prompts[number % len(prompts)], index=number) for number in range(given.count)]
         jobs = make_jobs(several, ready.tokenizer, sampling, ready.max_positions)
         file = Path(scratch) / "receipts.jsonl"
-        plain, digested = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
+        turns = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
         command = [sys.executable, "-P", "-m", "deploy.cli.main", "replay", file, "--target", given.target, "--json"]
         replayed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     tokens = sum(job.max_tokens for job in jobs)
+    plain, digested = (median(each) for each in zip(*turns, strict=True))
+    costs = [seconds / without - 1 for without, seconds in turns]
     result = {
         "tokens": tokens,
         "tokens_per_second": {"without": tokens / plain, "with": tokens / digested},
-        "cost_of_receipts": digested / plain - 1,
+        "cost_of_receipts": median(costs),
+        "cost_in_turns": sorted(costs),
         "replay_seconds": replayed["seconds"],
         "replay_share": replayed["seconds"] / digested,
     }

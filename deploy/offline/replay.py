@@ -20,7 +20,7 @@ from engine.description import EngineDescription
 from engine.errors import EngineError
 from engine.models.source import ModelNotFoundError
 from engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
-from services.launch.process_tuning import compute_environment
+from services.launch.process_tuning import compute_environment, keep_loaded_objects
 from services.receipts.fingerprint import differences, fingerprint_name
 from services.receipts.receipt import Receipt, ReceiptError, receipts_in
 
@@ -118,6 +118,7 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
             engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
         except (EngineError, ModelNotFoundError) as error:
             raise RunError(str(error)) from error
+        keep_loaded_objects()
         known: dict[int, _Entry] = {}
         outputs = []
         for entry in entries:

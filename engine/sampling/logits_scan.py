@@ -74,10 +74,11 @@ class LogitsScan:
         """Of some `rows` of scores [R, V], in their order, what tells their bits from others' (int64 `[rows]`), on the
         device of the scores, without waiting for it.
 
-        A row's is the sum modulo 2^64 of its words of 8 bytes, each as the key of noise that its place counts; zeros
-        fill the last word. As noise is another number for another key, a word that changes always changes the sum. So
-        one bit does; where several words change, the sum stays what it was by chance, one of 2^58 at most. Whoever
-        looks for rows of equal sums finds some.
+        A row's is the sum modulo 2^64 of its words of 8 bytes, zeros filling the last, each replaced by the noise for
+        the word as key and its place, and this by the noise for that as key. Other keys have other noise, so a change
+        within one word always changes the sum. (Mixed once, the signs of two scores would cancel out once in 2^40.)
+        Rows that differ in several words have one sum by chance, about once in 2^64; whoever looks for such rows finds
+        some.
         """
         device, in_order = scores.device, list(rows) == list(range(len(scores)))
         bytes_ = (scores if in_order else scores[on_device(rows, device)]).view(torch.uint8)
@@ -85,7 +86,7 @@ class LogitsScan:
         places = torch.arange(words.shape[1], device=device)
         # A few rows at a time, whose words fit a CPU's cache.
         parts = words.split(4 if device.type == "cpu" else 64)
-        return torch.cat([noise_bits(part, places).sum(1) for part in parts])
+        return torch.cat([noise_bits(noise_bits(part, places), places).sum(1) for part in parts])
 
     @torch.inference_mode()
     def forbid(

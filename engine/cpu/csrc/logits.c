@@ -102,8 +102,8 @@ INLINE uint64_t noise_bits(uint64_t key, uint64_t counter) {
     return (bits ^ bits >> 27) * 0x94D049BB133111EBu;
 }
 
-// Of some rows of `size` numbers, `stride` apart, each the `which`-th: the sum modulo 2^64 of the noise whose keys are the
-// row's words of 8 bytes, counted from 0. What the last word lacks is 0.
+// Of some rows of `size` numbers, `stride` apart, each the `which`-th: the sum modulo 2^64 of the row's words of 8 bytes,
+// counted from 0, each mixed twice. What the last word lacks is 0.
 void spool_digests(
     uint64_t *to, const element *scores, const int64_t *which, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size) {
 #pragma omp parallel for schedule(static) if (SHARED_OUT)
@@ -114,12 +114,12 @@ void spool_digests(
         for (ptrdiff_t i = 0; i < words; i++) {
             uint64_t word;
             memcpy(&word, of + 8 * i, sizeof word);
-            sum += noise_bits(word, i);
+            sum += noise_bits(noise_bits(word, i), i);
         }
         if (bytes % 8) {
             uint64_t word = 0;
             memcpy(&word, of + 8 * words, bytes % 8);
-            sum += noise_bits(word, words);
+            sum += noise_bits(noise_bits(word, words), words);
         }
         to[row] = sum;
     }
