@@ -131,6 +131,8 @@ class SequenceRequest:
     among each other, and all sequences where KV pages run short: as in vLLM, a lower value is handled earlier.
 
     Only sequences of the same `cache_scope` take over each other's KV.
+
+    What follows of an `expected_output` is proposed in each round, by nobody else; the output is the same without it.
     """
 
     sequence_id: int
@@ -148,6 +150,7 @@ class SequenceRequest:
     prompt_logprobs: int | None = None
     suspicion: Suspicion = Suspicion()
     cache_scope: bytes = b""
+    expected_output: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,8 @@ from spool_client.v1.generation_pb2 import (
     GenerateStreamResponse,
     ListModelsRequest,
     ListModelsResponse,
+    ReplayRequest,
+    ReplayResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -103,6 +105,18 @@ class AsyncClient:
     async def list_models(self, timeout: float | None = None) -> ListModelsResponse:
         """The models that requests may name."""
         return await self._answer(self._stub.ListModels, ListModelsRequest(), timeout)
+
+    async def replay(
+        self, receipts: Iterable[str], timeout: float | None = None
+    ) -> AsyncGenerator[ReplayResponse, None]:
+        """As `Client.replay`."""
+        requests = (ReplayRequest(receipt=receipt) for receipt in receipts)
+        call = self._stub.Replay(requests, timeout=timeout, metadata=self._metadata)
+        try:
+            async for answer in call:
+                yield answer
+        finally:
+            call.cancel()
 
     async def _answer(self, method: Callable[..., Any], request: object, timeout: float | None) -> Any:
         attempts = Attempts(self._retry, timeout)

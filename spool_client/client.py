@@ -20,6 +20,8 @@ from spool_client.v1.generation_pb2 import (
     GenerateStreamResponse,
     ListModelsRequest,
     ListModelsResponse,
+    ReplayRequest,
+    ReplayResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -107,6 +109,19 @@ class Client:
     def list_models(self, timeout: float | None = None) -> ListModelsResponse:
         """The models that requests may name."""
         return self._answer(self._stub.ListModels, ListModelsRequest(), timeout)
+
+    def replay(self, receipts: Iterable[str], timeout: float | None = None) -> Generator[ReplayResponse, None, None]:
+        """What becomes of receipts, each in JSON, when the server computes them again; in any order.
+
+        Both are streams, so there may be any number. The call is not repeated when it fails. Closing the generator, or
+        dropping it, cancels the rest.
+        """
+        requests = (ReplayRequest(receipt=receipt) for receipt in receipts)
+        call = self._stub.Replay(requests, timeout=timeout, metadata=self._metadata)
+        try:
+            yield from call
+        finally:
+            call.cancel()
 
     def _answer(self, method: Callable[..., Answer], request: object, timeout: float | None) -> Answer:
         attempts = Attempts(self._retry, timeout)

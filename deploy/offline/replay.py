@@ -143,7 +143,7 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
                 verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.logprobs)
                 verdict.reason = f"{verdict.reason}: {verdict.parting}" if verdict.parting.logits else None
             else:
-                verdict.reason = found.error or _difference(receipt, found.tokens, found.logits_digests)
+                verdict.reason = found.error or receipt.difference(found.tokens, found.logits_digests)
             reporter.run("replay", done, len(outputs), None)
         return time.perf_counter() - began
 
@@ -180,16 +180,4 @@ def _misfit(receipt: Receipt, target: EngineDescription) -> str | None:
                 return f"{name}[{place}] is {token}, must be below {target.vocabulary_size}"
     if (length := len(receipt.prompt) + len(receipt.output)) > target.max_sequence_length:
         return f"prompt and output have {length} tokens, must have at most {target.max_sequence_length}"
-    return None
-
-
-def _difference(receipt: Receipt, tokens: Sequence[int], digests: Sequence[int]) -> str | None:
-    """The first place where something else comes out."""
-    for place, (token, digest) in enumerate(zip(tokens, digests, strict=True)):
-        known = receipt.output[place], receipt.logits_digests[place]
-        if known != (token, digest):
-            return (
-                f"output token {place} is {known[0]} of logits with the digest {known[1]:016x} in the receipt, and "
-                f"{token} of logits with the digest {digest:016x} here"
-            )
     return None

@@ -162,6 +162,8 @@ class Controller:
     def stays_plain(self, sequence: Sequence) -> bool:
         """Whether `for_round` will say 0 after the round under way, whatever comes of that."""
         target = sequence.target
+        if sequence.request.expected_output:
+            return False
         if self._drafter(sequence) is None:
             return True
         if target is None or not self._auto or sequence.request.draft_length is not None:

@@ -70,6 +70,9 @@ class Lifecycle:
         target, draft = sequence.target, sequence.draft
         if target is not None and target.draining and self.leave_target(sequence):
             return
+        if sequence.request.expected_output:
+            self._propose_expected(sequence, now)
+            return
         if target is not None and target.has_head:
             self._take_own_proposal(sequence, now, prepared)
             return
@@ -108,6 +111,13 @@ class Lifecycle:
         else:
             change_state(sequence, READY)
 
+    def _propose_expected(self, sequence: Sequence, now: float) -> None:
+        """Nothing is learnt from it, so no token counts as requested."""
+        self.leave_draft(sequence)
+        sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
+        rest = sequence.request.expected_output[sequence.length - len(sequence.request.prompt) :]
+        self.become_drafted(sequence, rest[: self.longest_draft(sequence)], 0, now)
+
     def _take_own_proposal(self, sequence: Sequence, now: float, prepared: Outcome | None) -> None:
         """Of a target with a head, which came with the answer; None where there is none, as after a move."""
         self.leave_draft(sequence)
@@ -118,7 +128,7 @@ class Lifecycle:
 
     def to_propose(self, sequence: Sequence) -> int:
         """Tokens that the head of its target is to propose with the sequence's next row, for the round after it."""
-        if sequence.request.sampling.grammar is not None:
+        if sequence.request.sampling.grammar is not None or sequence.request.expected_output:
             return 0
         length = min(self.longest_draft(sequence), sequence.end - sequence.length - 2)
         if length > 0 and self._auto and sequence.request.draft_length is None:
@@ -211,7 +221,8 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            drafts = self.longest_draft(sequence) > 0 and not target.has_head
+            proposed = target.has_head or bool(sequence.request.expected_output)
+            drafts = self.longest_draft(sequence) > 0 and not proposed
             sequence.wants_draft_kv = drafts and (requested or self.controller.newcomer_drafts(target, sequence))
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)

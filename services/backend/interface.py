@@ -19,7 +19,7 @@ class GenerationRequest:
     logs alone, and `traceparent` for traces. `key` is the name of the API key that asks, "" for none; `priority` orders
     its requests, lower values first. `prompt_logprobs` is like `top_logprobs`, of the prompt's tokens. Only requests of
     the same `cache_scope`, empty or 32 bytes, take over each other's KV. `logits_digests` asks for a digest of the
-    logits that each token is sampled from.
+    logits that each token is sampled from. `expected_output` is proposed in place of what a draft model proposes.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the scheduler's to check.
     """
@@ -38,6 +38,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     cache_scope: bytes = b""
     logits_digests: bool = False
+    expected_output: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -199,7 +199,7 @@ class CompletionEngine:
         self._tracing = tracing
         self._grammars = GrammarChecks(tokenizer.folder)
         key = settings.receipt_key
-        self._receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
+        self.receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
 
     async def model(self, name: str | None) -> tuple[str, ServedModel]:
         """The model's name and description; `name` is one of its names, or None.
@@ -320,7 +320,7 @@ class CompletionEngine:
                 logits_digests=asked.receipts,
             )
             if asked.receipts:
-                completion.expect_receipt(request, self._receipt_key)
+                completion.expect_receipt(request, self.receipt_key)
             meter = self.metrics.sequence(asked.arrived, len(prompt.tokens))
             try:
                 stream = await self.backend.submit(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,6 +82,17 @@ class Receipt:
         except ValueError as error:
             raise ReceiptError(str(error)) from error
         return receipt
+
+    def difference(self, tokens: Sequence[int], logits_digests: Sequence[int]) -> str | None:
+        """The first place where something else than in the receipt came out, as far as something did."""
+        for place, (token, digest) in enumerate(zip(tokens, logits_digests, strict=True)):
+            known = self.output[place], self.logits_digests[place]
+            if known != (token, digest):
+                return (
+                    f"output token {place} is {known[0]} of logits with the digest {known[1]:016x} in the receipt, and "
+                    f"{token} of logits with the digest {digest:016x} here"
+                )
+        return None
 
     def _digests(self) -> dict[str, str]:
         sampling = _plain(self.sampling)

@@ -70,6 +70,11 @@ class GenerationServiceStub:
                 request_serializer=spool_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=spool_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Replay = channel.stream_stream(
+                '/spool.v1.GenerationService/Replay',
+                request_serializer=spool_dot_v1_dot_generation__pb2.ReplayRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.ReplayResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -121,6 +126,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replay(self, request_iterator, context):
+        """Computes receipts again on the targets that serve, many at once; an answer to each, as soon as it is known. A server
+        takes those that it has signed, so it needs a key for receipts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +161,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=spool_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
                     response_serializer=spool_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Replay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Replay,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.ReplayRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.ReplayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -296,6 +314,33 @@ class GenerationService:
             '/spool.v1.GenerationService/ListModels',
             spool_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
             spool_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/spool.v1.GenerationService/Replay',
+            spool_dot_v1_dot_generation__pb2.ReplayRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.ReplayResponse.FromString,
             options,
             channel_credentials,
             insecure,

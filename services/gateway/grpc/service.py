@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -22,6 +24,7 @@ from services.gateway.grpc.messages import (
     text_from_message,
     usage_message,
 )
+from services.gateway.replay import replay
 from services.gateway.token_strings import TokenStrings
 from services.observability.request_ids import given_in
 from services.rpc.channel_options import MAX_MESSAGE_BYTES
@@ -36,6 +39,8 @@ _LIMIT_METADATA = "spool-max-message-bytes"
 _DEFAULT_LIMIT = 4 * 1024 * 1024
 # Of a token with its text, and of a log probability.
 _TOKEN_BYTES, _LOGPROB_BYTES = 10, 28
+# Of one call; no more of its receipts are read.
+_REPLAYS_AT_ONCE = 256
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
         return await self._answer("ListModels", self._list_models, context)
+
+    async def Replay(  # noqa: N802
+        self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._answer("Replay", lambda: self._replay(requests, context), context)
 
     async def _answer(self, method: str, work: Callable[[], Awaitable[T]], context: grpc.aio.ServicerContext) -> T:
         await begin_call(context)
@@ -140,6 +150,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             for each in self._engine.settings.model_names or (name,)
         ]
         return pb.ListModelsResponse(models=models)
+
+    async def _replay(self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext) -> None:
+        room, writing = asyncio.Semaphore(_REPLAYS_AT_ONCE), asyncio.Lock()
+
+        async def one(index: int, receipt: str) -> None:
+            reason = await replay(receipt, self._engine)
+            async with writing:
+                await context.write(pb.ReplayResponse(index=index, equal=reason is None, reason=reason or ""))
+            room.release()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                number = itertools.count()
+                async for request in requests:
+                    await room.acquire()
+                    tasks.create_task(one(next(number), request.receipt))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     async def _start(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> Completion:
         left = context.time_remaining()

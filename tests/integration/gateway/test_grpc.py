@@ -275,7 +275,8 @@ def test_a_client_without_stubs_finds_all_it_needs(gateways: Gateways, channel: 
     called = set()
     for method in service.methods:
         ask, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        open_call = channel.unary_stream if method.server_streaming else channel.unary_unary
+        asks = "stream" if method.client_streaming else "unary"
+        open_call = getattr(channel, f"{asks}_{'stream' if method.server_streaming else 'unary'}")
         call = open_call(f"/{service.full_name}/{method.name}", ask.SerializeToString, answer.FromString)
         match method.name:
             case "Generate" | "GenerateStream":
@@ -292,8 +293,12 @@ def test_a_client_without_stubs_finds_all_it_needs(gateways: Gateways, channel: 
             case "ListModels":
                 [model] = call(ask()).models
                 assert (model.id, model.vocabulary_size, model.max_sequence_length) == (MODEL, VOCABULARY, MAX_LENGTH)
+            case "Replay":
+                error = refusal(lambda: list(call(iter([ask(receipt="{}")]))))  # noqa: B023
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "this server signs no receipts" in error.details()
         called.add(method.name)
-    assert called == {"Generate", "GenerateStream", "Tokenize", "Detokenize", "ListModels"}
+    assert called == {"Generate", "GenerateStream", "Tokenize", "Detokenize", "ListModels", "Replay"}
 
 
 def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
@@ -308,6 +313,7 @@ def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
                 lambda: stub.Generate(request, metadata=metadata),  # noqa: B023
                 lambda: list(stub.GenerateStream(request, metadata=metadata)),  # noqa: B023
                 lambda: stub.ListModels(pb.ListModelsRequest(), metadata=metadata),  # noqa: B023
+                lambda: list(stub.Replay(iter([pb.ReplayRequest()]), metadata=metadata)),  # noqa: B023
                 lambda: services(channel, metadata),  # noqa: B023
                 lambda: channel.unary_unary("/no.such/Method", lambda _: b"")(request, metadata=metadata),  # noqa: B023
             ):

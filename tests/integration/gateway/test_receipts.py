@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -122,14 +123,17 @@ def test_receipts_over_grpc(gateways: Gateways, served: Served) -> None:
     assert all(part.finish_reason for part in parts)
 
 
+PRIVATE = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+KEY = ReceiptKey(PRIVATE)
+SIGNING = GatewaySettings(
+    receipts=True, receipt_key=SecretStr(PRIVATE), sampling=SamplingDefaults(temperature=0), model_names=("demo",)
+)
+
+
 def test_the_server_can_give_receipts_to_all_and_sign_them(gateways: Gateways) -> None:
-    private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-    public = ReceiptKey(private).public
-    settings = GatewaySettings(
-        receipts=True, receipt_key=SecretStr(private), sampling=SamplingDefaults(temperature=0), model_names=("demo",)
-    )
+    public = KEY.public
     with (
-        gateways.serve(settings) as served,
+        gateways.serve(SIGNING) as served,
         httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
         grpc.insecure_channel(served.address) as channel,
     ):
@@ -158,6 +162,35 @@ def test_a_receipt_that_cannot_be_is_refused(http: httpx.Client, tmp_path_factor
             assert "receipt" not in completion(other)["choices"][0]
     finally:
         inexact.close()
+
+
+def test_the_server_computes_what_it_has_signed_again(gateways: Gateways) -> None:
+    """In fewer steps than there are tokens; what it has signed of others' bits is refused, and the place named."""
+    prompts = [f"{PROMPT} {number}" for number in range(100)]
+    with gateways.serve(SIGNING) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+        answers = [completion(http, prompt=prompts, max_tokens=30, seed=seed) for seed in (1, 2, 3)]
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        one, *_ = receipts = [Receipt.from_json(choice["receipt"], KEY.public) for choice in choices]
+        unlike = {
+            "output token 3 is ": replace(one, output=(*one.output[:3], 100, *one.output[4:])),
+            "output token 9 is ": replace(one, logits_digests=(*one.logits_digests[:9], 1, *one.logits_digests[10:])),
+            "fingerprint, in the receipt and of the targets: exact off and on": replace(
+                one, fingerprint={**PARTS, "exact": "off"}
+            ),
+            "it cannot be computed: prompt of": replace(one, prompt=one.prompt * 200),
+        }
+        texts = [json.dumps(receipt.to_json(KEY)) for receipt in [*receipts, *unlike.values()]]
+        texts += [json.dumps(one.to_json()), "{"]
+        reasons = [*unlike, "signature is missing", "the receipt is no JSON"]
+        targets = [worker.executor.engine for worker in gateways.cell.workers if worker.executor.role is Role.TARGET]
+        before = sum(target.steps for target in targets)
+        with Client(served.address) as client:
+            found = sorted(client.replay(texts, timeout=TIMEOUT), key=lambda answer: answer.index)
+    assert [answer.index for answer in found] == [*range(len(texts))]
+    assert all(answer.equal and not answer.reason for answer in found[: len(receipts)])
+    for answer, reason in zip(found[len(receipts) :], reasons, strict=True):
+        assert (answer.equal, answer.reason.startswith(reason)) == (False, True), answer.reason
+    assert sum(target.steps for target in targets) - before < sum(len(each.output) for each in receipts) / 8
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from engine.cpu.isa import available_isas
 from services.receipts.receipt import Receipt, ReceiptError
 from services.receipts.signing import ReceiptKey
+from spool_client import Client
 from tests.support.bits import each_changed_bit
 from tests.support.chat_templates import HERMES
 from tests.support.command_line import Ended, spool, started, write_lines
@@ -91,13 +92,14 @@ def asked(number: int) -> dict[str, Any]:
 
 
 class Server:
-    def __init__(self, process: Popen[str], target: Path, url: str, public_key: str) -> None:
+    def __init__(self, process: Popen[str], target: Path, url: str, grpc_address: str, public_key: str) -> None:
         self._process = psutil.Process(process.pid)
         self._told: list[str] = []
         threading.Thread(target=lambda: self._told.extend(process.stderr or ()), daemon=True).start()
         self._starts = Counter(("scheduler", "gateway-0", "target-0", "target-1", "draft-0"))
         self.target = target
         self.url = url
+        self.grpc_address = grpc_address
         self.public_key = public_key
 
     def kill(self, names: list[str]) -> None:
@@ -135,7 +137,8 @@ def serving(pair: tuple[Path, Path], isa: str, folder: Path) -> Iterator[Server]
     command = ["serve", target, "--draft", pair[1], "--no-ray", "--threads", 1]
     command += ["--port", port, "--grpc-port", grpc_port]
     with started(*command, cwd=folder, environment={"SPOOL_STATE": str(folder / "state")}) as process:
-        yield Server(process, target, f"http://127.0.0.1:{port}", ReceiptKey(private.decode()).public)
+        url, address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
+        yield Server(process, target, url, address, ReceiptKey(private.decode()).public)
         process.send_signal(signal.SIGTERM)
         process.wait(LONG)
 
@@ -175,7 +178,7 @@ def replayed(target: Path, receipts: list[dict[str, Any]], *options: object) -> 
 
 @pytest.mark.parametrize(
     ("count", "at_once", "isa"),
-    [(42, 12, "auto"), *(pytest.param(1000, 40, isa, marks=MANY) for isa in ("avx2", "avx512"))],
+    [(42, 12, "auto"), *(pytest.param(1000, 125, isa, marks=MANY) for isa in ("avx2", "avx512"))],
 )
 def test_killed_processes_leave_no_mark_on_receipts_and_changes_do(
     count: int, at_once: int, isa: str, tiny_pair: tuple[Path, Path], tmp_path: Path
@@ -192,6 +195,14 @@ def test_killed_processes_leave_no_mark_on_receipts_and_changes_do(
             receipts += found
             if len(receipts) >= count:
                 break
+        server.wait_until_up()
+        with Client(server.grpc_address) as client:
+            answers = client.replay(map(json.dumps, receipts), timeout=8 * LONG)
+            found = [next(answers)]
+            server.kill(["target-0", "scheduler"])
+            found += answers
+        assert sorted(answer.index for answer in found) == [*range(len(receipts))]
+        assert not [answer for answer in found if not answer.equal]
     ended = replayed(server.target, receipts, "--public-key", server.public_key)
     assert ended.code == 0, ended.err
     assert ended.summary["tokens"] == sum(len(receipt["output_token_ids"]) for receipt in receipts)

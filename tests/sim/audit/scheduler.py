@@ -148,6 +148,7 @@ class SchedulerAudit:
             drafted = list(row.draft_tokens)
             sequence.verified, sequence.verified_until = (digests[-1], drafted), None
             proposals = sequence.proposals.get(digests[-1], [])
+            proposals = [*proposals, *self.sessions.expected_after(sequence, row.kv_len + len(row.tokens))]
             if not any(proposal[: len(drafted)] == drafted for proposal in proposals):
                 self._problem(f"{name} has draft_tokens {drafted}, proposed were {proposals}")
             if not row.sample:

@@ -53,6 +53,7 @@ class SchedulerSessions:
         # By the digests of prompts.
         self._wanted: Counter[int] = Counter()
         self._unwanted_since: dict[int, float] = {}
+        self._expected: dict[int, set[tuple[int, ...]]] = {}
 
     def _problem(self, text: str) -> None:
         self._tell(f"{self._name}: {text}")
@@ -79,6 +80,13 @@ class SchedulerSessions:
         for submission in request.submissions:
             sequence = session.sequences[submission.request_id] = _Sequence(submission, now)
             self._wanted[sequence.prompt] += 1
+            if submission.expected_output:
+                self._expected.setdefault(sequence.prompt, set()).add(tuple(submission.expected_output))
+
+    def expected_after(self, sequence: CommittedTokens, length: int) -> list[list[int]]:
+        """What sessions expect of output after so many tokens of a sequence with this prompt."""
+        outputs = self._expected.get(sequence.digests.get(sequence.prompt_length, 0), set())
+        return [list(output[length - sequence.prompt_length :]) for output in outputs]
 
     def wrote(self, call: Any, reply: scheduler_pb2.SessionReply) -> None:
         session, now = self._sessions.get(call), self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,10 @@ class ClientCall:
         most = min(request.max_tokens, world.plan.longest)
         grammar, windows = request.sampling.grammar, world.plan.windows
         self.expected = true_output(request.prompt, most, request.stop_token_ids, grammar, windows)
+        if request.draft_length == 5:
+            guess = list(self.expected)
+            guess[plan.number % len(guess)] ^= plan.number % 3 % 2  # of three guesses one is wrong somewhere
+            self.plan = replace(plan, request=replace(request, expected_output=tuple(guess)))
         self.scores: list[TokenLogprobs] = []
         self.expected_scores = [] if request.prompt_logprobs is None else true_scores(request.prompt, windows)
         self._gone = False

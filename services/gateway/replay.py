@@ -1,0 +1,82 @@
+"""Computes receipts again on the targets that serve: verifies the output of each as if it were a draft's proposal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from scheduler.messages import MAX_PRIORITY, RefusalCause
+from services.backend.interface import GenerationRequest
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.gateway.api_keys import cache_scope
+from services.gateway.completion import CompletionEngine
+from services.gateway.errors import invalid
+from services.observability.request_ids import current_key, current_request_id
+from services.receipts.fingerprint import differences
+from services.receipts.receipt import Receipt, ReceiptError
+from services.scheduler_client.remote_stream import RemoteStream
+
+# Of the output, tokens in one pass, beside what others decode and prefill.
+_DRAFT_LENGTH = 63
+
+
+async def replay(text: str, engine: CompletionEngine) -> str | None:
+    """None if the targets compute the receipt again bit by bit, else the reason. The key's other requests go first.
+
+    Raises RequestError if the server signs no receipts, for only what it has signed is within its limits; and
+    BackendUnavailableError.
+    """
+    if engine.receipt_key is None:
+        raise invalid("this server signs no receipts (gateway.receipt_key_file), and takes none", "receipt")
+    _, info = await engine.model(None)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        return f"the receipt is no JSON: {error}"
+    try:
+        receipt = Receipt.from_json(data, engine.receipt_key.public)
+        if unlike := differences(receipt.fingerprint, info.fingerprint):
+            return f"fingerprint, in the receipt and of the targets: {'; '.join(unlike)}"
+        return await _compared(receipt, await _submitted(receipt, engine))
+    except ReceiptError as error:
+        return str(error)
+    except (AdmissionRefusedError, SequenceFailedError) as error:
+        return f"it cannot be computed: {error}"
+
+
+async def _submitted(receipt: Receipt, engine: CompletionEngine) -> RemoteStream:
+    """Waits while there is no room."""
+    request = GenerationRequest(
+        prompt=receipt.prompt,
+        max_tokens=len(receipt.output),
+        sampling=receipt.sampling,
+        draft_length=_DRAFT_LENGTH,
+        request_id=current_request_id(),
+        key=current_key(),
+        priority=MAX_PRIORITY,
+        cache_scope=cache_scope("", engine.settings.share_prefix_cache),
+        logits_digests=True,
+        expected_output=receipt.output,
+    )
+    while True:
+        try:
+            return await engine.backend.submit(request)
+        except AdmissionRefusedError as error:
+            if error.cause not in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT):
+                raise
+            await asyncio.sleep(error.retry_after_seconds or engine.settings.retry_after_seconds)
+
+
+async def _compared(receipt: Receipt, stream: RemoteStream) -> str | None:
+    tokens: list[int] = []
+    digests: list[int] = []
+    async with stream:
+        async for emission in stream:
+            tokens += emission.tokens
+            digests += emission.logits_digests
+            if difference := receipt.difference(tokens, digests):
+                return difference
+    for parts in stream.fingerprints.values():
+        if unlike := differences(receipt.fingerprint, parts):
+            return f"fingerprint, in the receipt and of a target: {'; '.join(unlike)}"
+    return None
