@@ -209,10 +209,18 @@ class EngineOptions(_Frozen):
         return EngineSettings(**common | own)
 
 
+# More rows rarely have one length.
+_EQUAL_ROWS = 8
+
+
 class SchedulingSettings(_Frozen):
     """How sequences are grouped."""
 
-    batch_size: int = described(8, "Rows of one verify batch.")
+    batch_size: int | None = described(
+        None,
+        f"Rows of one verify batch. Unset: {_EQUAL_ROWS} with the policies `eqspec` and `exspec`, with others all that "
+        "run.",
+    )
     max_running: int | None = described(
         None, "Sequences worked on at a time, for each target. Unset: 48, at least four batches."
     )
@@ -221,16 +229,18 @@ class SchedulingSettings(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.config(Policy.AUTO, drafting=True)
-        if self.max_running is not None and self.max_running < self.batch_size:
+        if self.max_running is not None and self.batch_size is not None and self.max_running < self.batch_size:
             raise ValueError(
                 f"max_running is {self.max_running}, must be at least batch_size, which is {self.batch_size}"
             )
         return self
 
     def config(self, policy: Policy, drafting: bool) -> SchedulerConfig:
+        running = max(48, 4 * (self.batch_size or 0)) if self.max_running is None else self.max_running
+        rows = min(_EQUAL_ROWS, running) if policy in (Policy.EQSPEC, Policy.EXSPEC) else running
         return SchedulerConfig(
-            batch_size=self.batch_size,
-            max_running=max(48, 4 * self.batch_size) if self.max_running is None else self.max_running,
+            batch_size=rows if self.batch_size is None else self.batch_size,
+            max_running=running,
             policy=policy,
             draft_length=self.draft_length if drafting else 0,
         )

@@ -62,7 +62,7 @@ BAD_INPUT = [
     (["--limit", "0"], "--limit is 0"),
     (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
     (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
-    (["--max-running", "4"], "max_running is 4, must be at least batch_size, which is 8"),
+    (["--max-running", "4", "--batch-size", "8"], "max_running is 4, must be at least batch_size, which is 8"),
     (["--draft-length", "65"], "--draft-length is 65"),
     (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
     (["--temperature", "warm"], "Invalid value for '--temperature'"),

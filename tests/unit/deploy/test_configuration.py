@@ -85,7 +85,10 @@ internal:
         ("? [a]\n: 1", "not YAML: while constructing a mapping, line 1, column 1: ? [a] ^ found unhashable key"),
         (b"models: \xff", "not YAML: unacceptable character #x00ff"),
         ("engine:\n  kv_memory: lots", "engine.kv_memory is 'lots', could not parse value and unit"),
-        ("scheduling:\n  max_running: 4", "scheduling.max_running is 4, must be at least batch_size, which is 8"),
+        (
+            "scheduling:\n  batch_size: 8\n  max_running: 4",
+            "scheduling.max_running is 4, must be at least batch_size, which is 8",
+        ),
         ("auth:\n  tls: {certificate: a}", "auth.tls.key is missing"),
         ("auth:\n  keys:\n  - {name: a, digest: abc}", "auth.keys.0.digest is no SHA-256 in hexadecimal"),
         (
@@ -234,6 +237,13 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29
     assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
+
+
+@pytest.mark.parametrize(("policy", "rows"), [("auto", 48), ("ragged", 48), ("exspec", 8), ("eqspec", 8)])
+def test_a_step_takes_all_that_run_unless_their_lengths_must_be_equal(policy: str, rows: int) -> None:
+    named = f"scheduling.policy={policy}"
+    assert load_configuration(None, [named]).scheduler_config().batch_size == rows
+    assert load_configuration(None, [named, "scheduling.max_running=4"]).scheduler_config().batch_size == 4
 
 
 @pytest.mark.parametrize(("draft", "outcomes"), [("demo", 7), ("ngram", 0), ("none", 0)])
