@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import grpc.aio
+import pytest
 
 import services.scheduler.server
 import services.scheduler.workers.worker_set
@@ -66,9 +66,10 @@ def _quiet(loop: VirtualLoop) -> Iterator[None]:
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
-        stack.enter_context(mock.patch.object(grpc.aio, "server", Listener))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(grpc.aio, "server", Listener)
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "time", clock))
+            patch.setattr(module, "time", clock)
         yield
 
 

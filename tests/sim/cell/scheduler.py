@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from typing import TYPE_CHECKING
-from unittest import mock
+
+import pytest
 
 from services.scheduler import service
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
@@ -46,7 +47,8 @@ class SimulatedScheduler:
     def _start(self) -> None:
         world, security = self.world, self.process
         epochs = EpochAuthority(self.cell.register)
-        with mock.patch.object(service, "SchedulerCore", return_value=WatchedCore(world, self)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service, "SchedulerCore", lambda _config: WatchedCore(world, self))
             self.service = SchedulerService(
                 world.plan.config,
                 scheduler_epoch=result_of(epochs.claim()),
