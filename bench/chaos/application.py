@@ -123,9 +123,9 @@ async def watching(application: Application) -> AsyncIterator[Watcher]:
         yield Watcher(http)
 
 
-def running_application(name: str = "spool") -> Application:
+def running_application() -> Application:
     """What `spool serve` serves on a Ray of its own on this machine. Raises `RunError` if there is none."""
-    served = find_served(name, StateFolder())
+    served = find_served("spool", StateFolder())
     if served.process_id is None or served.grpc_address is None:
-        raise RunError(f"{name} has no gRPC address, or runs on a Ray that `spool serve` did not start")
+        raise RunError("spool has no gRPC address, or runs on a Ray that `spool serve` did not start")
     return Application(served.http_url, served.grpc_address, served.model, served.process_id, os.environ)

@@ -170,9 +170,9 @@ async def streaming(application: Application) -> AsyncIterator[StreamClient]:
         yield StreamClient(http, generation_pb2_grpc.GenerationServiceStub(channel), application)
 
 
-async def plain_answers(client: StreamClient, asked: Sequence[Case], at_once: int = 4) -> dict[Case, Answer]:
+async def plain_answers(client: StreamClient, asked: Sequence[Case]) -> dict[Case, Answer]:
     """By plain decoding, undisturbed. Raises RuntimeError where a request fails."""
-    slots = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(4)
 
     async def one(case: Case) -> Answer:
         async with slots:

@@ -41,10 +41,10 @@ def product_rate(device: torch.device) -> float:
     return 2 * size**3 / seconds_of(lambda: one @ other, device)
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Median of several runs after two that are not counted."""
     samples = []
-    for _ in range(repeats + 2):
+    for _ in range(9):
         wait_for(device)
         started = time.perf_counter()
         work()
@@ -53,7 +53,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
     return statistics.median(samples[2:])
 
 
-def graphed_seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 5) -> float:
+def graphed_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
     """Seconds of one of the calls on average, all of them captured in a graph, so that no launch is waited for; on a
     CPU one after the other."""
     if device.type != "cuda":
@@ -69,7 +69,7 @@ def graphed_seconds(calls: Sequence[Callable[[], object]], device: torch.device,
         for call in calls:
             call()
     samples = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         graph.replay()

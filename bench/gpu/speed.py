@@ -21,12 +21,11 @@ def run_rounds(
     rounds: int,
     draft_length: int = 0,
     sampling: SamplingParameters = GREEDY,
-    prompt_tokens: int = _PROMPT_TOKENS,
 ) -> Rounds:
     """Rounds of `batch` new streams, after a few that are not counted."""
     target, draft = engines.target, engines.draft
     vocabulary = target.description.vocabulary_size
-    streams = [Stream(prompt) for prompt in prompts(batch, prompt_tokens, vocabulary)]
+    streams = [Stream(prompt) for prompt in prompts(batch, _PROMPT_TOKENS, vocabulary)]
     try:
         prefill(target, draft if draft_length else None, streams, MAX_TOKENS)
         decode(target, draft, streams, _WARM_UP, draft_length, sampling)

@@ -41,7 +41,6 @@ class _Line(BaseModel):
     turns: Annotated[list[_Text], Field(min_length=1)] | None = None
     id: Any = None
     question_id: Any = None
-    category: Any = None
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -55,8 +54,7 @@ class _Line(BaseModel):
 class Prompt:
     """One thing to answer: `text` to continue, or the `messages` of a chat.
 
-    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`,
-    `category` its own `category`, for measurements.
+    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`.
     """
 
     index: int
@@ -64,7 +62,6 @@ class Prompt:
     text: str | None
     messages: tuple[dict[str, Any], ...]
     identity: Any = None
-    category: str | None = None
 
     @property
     def digest(self) -> str:
@@ -122,8 +119,7 @@ def _parse(line: str, index: int, place: str) -> Prompt:
         path, message = next(problems_of(error, ()))
         raise UsageError(f"{place}: {'.'.join(path)} {message}".replace(":  ", ": ")) from error
     identity = found.id if found.id is not None else found.question_id
-    category = None if found.category is None else str(found.category)
     messages = tuple(message.model_dump() for message in found.messages or ())
     if found.turns is not None:
         messages = ({"role": "user", "content": found.turns[0]},)
-    return Prompt(index, place, found.prompt, messages, identity, category)
+    return Prompt(index, place, found.prompt, messages, identity)

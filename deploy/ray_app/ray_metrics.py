@@ -24,9 +24,8 @@ class RayMirror:
     sample's own name (with `_total`, `_bucket`, `_sum` or `_count`).
     """
 
-    def __init__(self, families: Callable[[], Iterable[Family]], period_seconds: float = _PERIOD_SECONDS) -> None:
+    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
         self._families = families
-        self._period = period_seconds
         self._gauges: dict[str, Gauge] = {}
         self._run: asyncio.Task[None] | None = None
 
@@ -58,4 +57,4 @@ class RayMirror:
                 self.repeat()
             except Exception:  # whatever Ray's metrics raise: serving goes on without them
                 logger.exception("metrics were not handed to Ray")
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(_PERIOD_SECONDS)

@@ -48,6 +48,9 @@ from services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
+# OpenAI's: of a text continuation that names no max_tokens.
+_CONTINUATION_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -370,7 +373,7 @@ class CompletionEngine:
         room = info.max_sequence_length - len(prepared.tokens)
         limit = self.settings.limits.output_tokens or room
         if not isinstance(prompt, ChatPrompt):
-            limit = min(limit, max(self.settings.default_completion_tokens, options.min_tokens))
+            limit = min(limit, max(_CONTINUATION_TOKENS, options.min_tokens))
         return min(limit, room)
 
     def _timeout(self, options: GenerationOptions) -> float:

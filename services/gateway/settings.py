@@ -27,8 +27,6 @@ class TlsFiles(_Frozen):
     """Certificate chain of the server."""
     key: Path
     """Private key of the certificate."""
-    client_ca: Path | None = None
-    """Only clients with a certificate of one of these authorities may connect."""
 
 
 class ListenSettings(_Frozen):
@@ -132,8 +130,6 @@ class GatewaySettings(_Frozen):
     """What holds for requests that do not say."""
     limits: Limits = Limits()
     """The most that one request may ask for."""
-    default_completion_tokens: Annotated[int, Field(ge=1)] = 16
-    """Output tokens of a text continuation that names no max_tokens; chats go on until the model ends them."""
     default_timeout_seconds: Seconds | None = None
     """Time for a request that names none; None: `limits.timeout_seconds`."""
     tool_format: ToolFormat | None = None
@@ -156,8 +152,6 @@ class GatewaySettings(_Frozen):
     """Where the HTTP server listens, when it is not Ray Serve's."""
     grpc: ListenSettings = ListenSettings(port=9000)
     """Where the gRPC server listens."""
-    grpc_reflection: bool = True
-    """Lets clients ask the gRPC server for its methods."""
 
     @property
     def keys_required(self) -> bool:

@@ -17,6 +17,7 @@ from engine.errors import with_remedy
 from services.rpc.backoff import Backoff
 
 _LONGEST_PAUSE_SECONDS = 30.0
+_STOP_SECONDS = 10.0
 
 Progress = Callable[[str, str, float | None], None]
 """Receives the name of a process, what it does, and the fraction that is done (None: not known)."""
@@ -134,12 +135,10 @@ class ChildGroup:
         on_exit: Callable[[str, str], None],
         restart_seconds: float | None = None,
         start_timeout_seconds: float = 900.0,
-        stop_timeout_seconds: float = 10.0,
     ) -> None:
         self._on_exit = on_exit
         self._restart_seconds = restart_seconds
         self._start_timeout = start_timeout_seconds
-        self._stop_timeout = stop_timeout_seconds
         self._children: list[ChildProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -168,7 +167,7 @@ class ChildGroup:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await asyncio.gather(*(child.stop(self._stop_timeout) for child in self._children))
+        await asyncio.gather(*(child.stop(_STOP_SECONDS) for child in self._children))
 
     async def _watch(self, child: ChildProcess) -> None:
         while True:

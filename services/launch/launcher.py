@@ -64,9 +64,8 @@ class WorkerLauncher(ChildGroup):
     """Runs workers as child processes for as long as the `async with` block lasts.
 
     Entering the block starts all workers at once and waits until the last one is ready. If one fails, ProcessStartError
-    gives the reason of the first failure, and no worker is left running. Leaving the block stops the workers. With
-    `restart_seconds`, a worker that dies later is started again after that time, on the same address. `on_exit` is
-    called with the id of every worker that dies, and the reason.
+    gives the reason of the first failure, and no worker is left running. Leaving the block stops the workers. `on_exit`
+    is called with the id of every worker that dies, and the reason.
 
     `security` says who may call the workers. Their log files lie in a folder that is removed at the end.
     """
@@ -78,10 +77,9 @@ class WorkerLauncher(ChildGroup):
         on_loading: Progress = lambda worker_id, message, fraction: None,
         on_exit: Callable[[str, str], None] = lambda worker_id, reason: None,
         start_timeout_seconds: float = 900.0,
-        restart_seconds: float | None = None,
         security: ChannelSecurity | None = None,
     ) -> None:
-        super().__init__(on_exit, restart_seconds, start_timeout_seconds)
+        super().__init__(on_exit, start_timeout_seconds=start_timeout_seconds)
         self._logs = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
         self._workers: dict[str, tuple[Role, ChildProcess]] = {}
         numbers: Counter[Role] = Counter()
@@ -96,7 +94,7 @@ class WorkerLauncher(ChildGroup):
 
     @property
     def workers(self) -> tuple[RunningWorker, ...]:
-        """In the order of the launches. A restarted worker keeps its address."""
+        """In the order of the launches."""
         return tuple(
             RunningWorker(worker_id, role, child.address, child.process_id)
             for worker_id, (role, child) in self._workers.items()

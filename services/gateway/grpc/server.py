@@ -79,8 +79,7 @@ class GrpcServer:
             GenerationService(self._engine, self._strings), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
-        if settings.grpc_reflection:
-            reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)
         self._port = _bind(server, settings.grpc)
         await server.start()
         return self
@@ -121,12 +120,7 @@ def _bind(server: grpc.aio.Server, listen: ListenSettings) -> int:
         if listen.tls is None:
             return server.add_insecure_port(address)
         tls = listen.tls
-        authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
-        credentials = grpc.ssl_server_credentials(
-            [(tls.key.read_bytes(), tls.certificate.read_bytes())],
-            root_certificates=authority,
-            require_client_auth=authority is not None,
-        )
+        credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"host {listen.host}, port {listen.port}: cannot be bound: {error}") from error

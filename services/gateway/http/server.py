@@ -45,8 +45,6 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
             ssl_certfile=None if tls is None else str(tls.certificate),
             ssl_keyfile=None if tls is None else str(tls.key),
-            ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
-            ssl_cert_reqs=2 if tls is not None and tls.client_ca is not None else 0,
         )
         self._server = _Server(config)
         self._socket: socket.socket | None = None

@@ -221,22 +221,6 @@ async def test_cancelled_start_leaves_nothing() -> None:
     assert not alive(launcher.workers[0].process_id)
 
 
-async def test_worker_started_again_keeps_its_address() -> None:
-    deaths: list[tuple[str, str]] = []
-    launcher = WorkerLauncher(
-        [stand_in(Role.TARGET)], restart_seconds=0.05, on_exit=lambda *death: deaths.append(death)
-    )
-    async with launcher:
-        (before,) = launcher.workers
-        os.kill(before.process_id, signal.SIGKILL)
-        async with stub_of(before.address) as stub:
-            await until(lambda: launcher.workers[0].process_id != before.process_id)
-            description = await stub.Describe(DESCRIBE, timeout=LONG, wait_for_ready=True)
-        assert description.process_id == launcher.workers[0].process_id
-        assert launcher.workers[0].address == before.address
-        assert deaths == [("target-0", "died: killed by signal 9")]
-
-
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
