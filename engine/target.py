@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import accumulate, islice
 from math import isnan
 
@@ -55,6 +56,9 @@ class TargetEngine:
         A row without pages or with logits that are not finite fails alone and leaves its table as it was. Whatever the
         model raises comes through, with every table as it was.
         """
+        if not self.pool.rewinds:
+            # A draft that is rejected would have the pages' states computed again.
+            rows = [replace(row, draft_tokens=()) for row in rows]
         outcomes = [RowOutcome([]) for _ in rows]
         timings = EngineTimings()
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:

@@ -50,12 +50,16 @@ class PagePool:
     first, since they cannot be found, then those longest free.
     """
 
-    def __init__(self, total_pages: int, page_size: int, groups: Sequence[PageGroup] = (PageGroup(),)) -> None:
+    def __init__(
+        self, total_pages: int, page_size: int, groups: Sequence[PageGroup] = (PageGroup(),), rewinds: bool = True
+    ) -> None:
+        """`rewinds`: whether a table can be cut anywhere; else at its pages' borders only."""
         if total_pages < 1 or page_size < 1:
             raise ValueError(f"total_pages is {total_pages}, page_size is {page_size}: both must be at least 1")
         self.total_pages = total_pages
         self.page_size = page_size
         self.groups = tuple(groups)
+        self.rewinds = rewinds
         self.border = page_size * math.lcm(*(group.slices for group in groups))
         """At multiples of it, pages of all groups end."""
         self._spans = [page_size * group.slices for group in groups]
@@ -154,6 +158,8 @@ class PagePool:
     def writable_length(self, table: PageTable, length: int) -> int:
         """`length`, or the border before it where it lies inside a page that another table shares; 0 where a window has
         left pages that it would see."""
+        if not self.rewinds and length < table.length:
+            length -= length % self.border
         for border in (length, length - length % self.border):
             runs = list(zip(self.groups, self._spans, table.runs, strict=False))
             if any(run.freed * span > group.left_behind(border) for group, span, run in runs):

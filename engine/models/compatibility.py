@@ -14,84 +14,14 @@ from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import LayerKv
 from engine.kv.pages import PagePool, PageTable
+from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.passes.solo import SoloModel
 from engine.quantization.checkpoints import check_quantization
 
 # Its layers are Qwen2's, and transformers does not know the type.
 CONFIG_MAPPING.register("mimo", Qwen2Config, exist_ok=True)
-
-PROVED_FAMILIES = frozenset(
-    [
-        "afmoe",
-        "apertus",
-        "arcee",
-        "aria_text",
-        "biogpt",
-        "bitnet",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cwm",
-        "ctrl",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "exaone_moe",
-        "flex_olmo",
-        "fuyu",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt-sw3",
-        "gpt2",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "helium",
-        "hy_v3",
-        "hyperclovax",
-        "jais2",
-        "laguna",
-        "lfm2",
-        "llama",
-        "mellum",
-        "minimax_m2",
-        "minimax_m3_vl_text",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nanochat",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "opt",
-        "persimmon",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "starcoder2",
-        "vaultgemma",
-    ]
-)
-"""Model types whose output tests/engine/test_families.py compares with `model.generate` (docs/models.md). Any other is
-compared with itself when it is loaded, which takes a few small passes."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Frequencies that transformers computes for the longest sequence of a pass.
@@ -108,6 +38,24 @@ def check_config(config: PreTrainedConfig) -> None:
     family = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{family} has an encoder, only decoders are supported")
+    if family not in SOLO_FAMILIES:
+        _check_attention(config)
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    of_layers = {place: one for place, one in rope.items() if isinstance(one, dict) and "rope_type" in one}
+    for kind in {one["rope_type"] for one in of_layers.values()} & _MOVING_ROPE:
+        raise UnsupportedModelError(f"{family} has rotary positions of type {kind} by layers, which is not supported")
+    if has_moving_rope(text) and family not in _MOVING_ROPE_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} has rotary positions of type {rope['rope_type']}, which is supported in "
+            f"{' and '.join(sorted(_MOVING_ROPE_FAMILIES))} only"
+        )
+    check_quantization(config)
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    """What pages ask for."""
+    family = config.model_type
     if not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{family} has no attention heads, only models of attention are supported")
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
@@ -120,16 +68,6 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{family} has layers of {', '.join(map(str, sorted(heads)))} attention heads, must be of "
             f"num_attention_heads, which is {config.num_attention_heads}"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    of_layers = {place: one for place, one in rope.items() if isinstance(one, dict) and "rope_type" in one}
-    for kind in {one["rope_type"] for one in of_layers.values()} & _MOVING_ROPE:
-        raise UnsupportedModelError(f"{family} has rotary positions of type {kind} by layers, which is not supported")
-    if has_moving_rope(config) and family not in _MOVING_ROPE_FAMILIES:
-        raise UnsupportedModelError(
-            f"{family} has rotary positions of type {rope['rope_type']}, which is supported in "
-            f"{' and '.join(sorted(_MOVING_ROPE_FAMILIES))} only"
-        )
-    check_quantization(config)
 
 
 def has_moving_rope(config: PreTrainedConfig) -> bool:
@@ -181,13 +119,30 @@ def check_passes(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
         raise UnsupportedModelError(
             f"{family} cannot be compared with its own attention, so it is not trusted: {one_line(error)}"
         ) from error
+    _compare(family, logits, own)
+    return tuple(counted.windows)
+
+
+def check_solo(solo: SoloModel, runner: ModelRunner, pool: PagePool) -> None:
+    """As `check_passes`, for a model whose sequences are computed one at a time."""
+    ids = [torch.tensor([token for piece in pieces for token in piece]) for pieces in _SEQUENCES]
+    family = runner.model.config.model_type
+    try:
+        logits = _paged_logits(runner, pool)
+        with torch.inference_mode():
+            own = torch.stack([solo.forward(tokens.to(runner.model.device))[-1] for tokens in ids]).float()
+    except Exception as error:
+        raise UnsupportedModelError(f"{family} cannot compute one sequence at a time: {one_line(error)}") from error
+    _compare(family, logits, own)
+
+
+def _compare(family: str, logits: torch.Tensor, own: torch.Tensor) -> None:
     difference = float((logits - own).abs().max() / own.std())
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
             f"{family} computes other logits on paged KV than by itself: they are {difference:.2g} of their spread "
             f"apart, must be at most {_TOLERANCE:g}"
         )
-    return tuple(counted.windows)
 
 
 # Each sequence by the pieces that it is fed in: one is continued beside another, at other positions.

@@ -22,6 +22,7 @@ from engine.models.vocabulary import Vocabulary
 from engine.parallel.lead import Lead
 from engine.parallel.orders import RunnerPlan
 from engine.passes.runner import ModelRunner
+from engine.passes.solo import SoloBackend, SoloModel, SoloPasses
 from engine.sampling.grammars import Grammars
 
 
@@ -44,7 +45,11 @@ class KvShape:
 
 def attention_name(backend: AttentionBackend) -> str:
     """For reports."""
-    names: dict[type, str] = {MatmulBackend: "matrix products", KernelBackend: "CPU kernel"}
+    names: dict[type, str] = {
+        MatmulBackend: "matrix products",
+        KernelBackend: "CPU kernel",
+        SoloBackend: "transformers",
+    }
     return names.get(type(backend), "triton kernel")
 
 
@@ -54,7 +59,8 @@ class LoadedModel:
     is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
     `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
     is a part of the whole. `quantization`: of its weights, in a word. `quantized_kv`: whether KV is kept as codes.
-    `windows`: of its layers, None for those that see everything; empty as long as they are not known."""
+    `windows`: of its layers, None for those that see everything; empty as long as they are not known. `solo`: of a
+    model whose sequences are computed one at a time."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -66,6 +72,7 @@ class LoadedModel:
     quantization: str = "none"
     quantized_kv: bool = False
     windows: tuple[int | None, ...] = ()
+    solo: SoloModel | None = None
 
     @property
     def kernel_identity(self) -> str | None:
@@ -73,8 +80,21 @@ class LoadedModel:
         kernels = self.kernels or self.gpu
         return None if kernels is None else kernels.identity
 
+    @property
+    def kv_shape(self) -> KvShape:
+        """In bytes, for a model whose sequences are computed one at a time."""
+        if self.solo is not None:
+            return KvShape(self.solo.lanes, 1, self.solo.row_bytes)
+        return KvShape.of(self.model.config)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.model.dtype if self.solo is None else torch.uint8
+
     def replace_layers(self, page_size: int) -> None:
         """Replaces layers by faster ones that compute the same, in place."""
+        if self.solo is not None:
+            return
         if self.gpu is not None:
             self.gpu.fuse_decoder(self.model)
         if self.kernels is not None and self._attends_by_kernel(page_size):
@@ -101,23 +121,27 @@ class LoadedModel:
         if self.lead is not None:
             windows = windows_of(pool.groups)
             self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, windows, form, tuple(row_counts)))
-        shape = KvShape.of(model.config)
+        shape = self.kv_shape
         kv = PagedKv(
             shape.layers,
             pool.total_pages,
             page_size,
             shape.kv_heads,
             shape.head_dim,
-            model.dtype,
+            self.kv_dtype,
             model.device,
             self.quantized_kv,
             pool.groups,
         )
+        if self.solo is not None:
+            return ModelRunner(model, kv, SoloBackend(), row_counts, passes=SoloPasses(self.solo, kv))
         graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
         return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)
 
     def _attends_by_kernel(self, page_size: int) -> bool:
-        return self.kernels is not None and KernelBackend.supports(KvShape.of(self.model.config).head_dim, page_size)
+        if self.kernels is None or self.solo is not None:
+            return False
+        return KernelBackend.supports(KvShape.of(self.model.config).head_dim, page_size)
 
     def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
         if self.kernels is not None and self._attends_by_kernel(kv.page_size):

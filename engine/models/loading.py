@@ -27,7 +27,7 @@ from engine.kv.kv_store import KvStore
 from engine.kv.memory import kv_bytes
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool
-from engine.models.compatibility import PROBED_PAGES, check_passes, has_moving_rope
+from engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, has_moving_rope
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.drafting_head import MTP, head_architecture
 from engine.models.dtype import dtype_name
@@ -48,6 +48,11 @@ from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from scheduler.messages import Role
 from scheduler.page_counts import PageCounts
+
+# Tokens of a pass that computes one after the other, so that a step does not take too long.
+_ONE_BY_ONE = 32
+# Of sequences of a model whose configuration gives no limit.
+_UNLIMITED = 1 << 20
 
 OtherRanks = Callable[[], tuple[Path, Callable[[str], None]]]
 """Starts the other ranks of a worker, which call `run_rank`: gives the folder where they find each other, and what is
@@ -121,7 +126,7 @@ def _target_engine(
     description, runner, pool = _assemble(loaded, settings, shapes, head)
     features = None if head is None else Features(loaded.model, head.layers, description.max_num_batched_tokens)
     progress("warming up", None)
-    warm_up(description, runner, pool, loaded.kernels is not None)
+    warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)
     description = capture_graphs(description, runner, pool, progress)
     description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
@@ -137,6 +142,8 @@ def _target_engine(
 def _draft_engine(
     loaded: LoadedModel, settings: EngineSettings, progress: Progress, token_ids: torch.Tensor | None = None
 ) -> DraftEngine:
+    if loaded.solo is not None and not loaded.solo.rewinds:
+        raise UnsupportedModelError(f"{loaded.model.config.model_type} cannot draft: its states cannot go back")
     loaded = replace(loaded, windows=_check_passes(loaded, settings))
     if token_ids is not None:
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
@@ -145,7 +152,7 @@ def _draft_engine(
     loaded.replace_layers(settings.page_size)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
-    warm_up(description, runner, pool, loaded.kernels is not None)
+    warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)
     description = capture_graphs(description, runner, pool, progress)
     scan = logits_scan(loaded, token_ids)
     # On a CPU there is no wait to be saved.
@@ -181,6 +188,9 @@ def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | 
         windows = {module.layer_idx: getattr(module, "sliding_window", None) for module in attentions}
         return tuple(windows[layer] for layer in range(KvShape.of(loaded.model.config).layers))
     pool = PagePool(PROBED_PAGES, settings.page_size)
+    if loaded.solo is not None:
+        check_solo(loaded.solo, loaded.runner(pool, None, ()), pool)
+        return ()
     # Compared with the model's own attention, which rounds no KV.
     loaded = replace(loaded, quantized_kv=False)
     return check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
@@ -205,7 +215,15 @@ def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
         )
 
 
+def _candidates(loaded: LoadedModel, settings: EngineSettings) -> tuple[int, ...]:
+    one_by_one = loaded.solo is not None and loaded.solo.one_by_one
+    most = settings.max_num_batched_tokens
+    return candidate_row_counts(min(most, _ONE_BY_ONE) if one_by_one else most)
+
+
 def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
+    if loaded.solo is not None:
+        return ExactShapes(_candidates(loaded, settings), None)
     file = calibration_file(loaded.model, settings, loaded.kernel_identity)
     calibration = read_calibration(file)
     if calibration is None:
@@ -220,21 +238,21 @@ def _assemble(
     loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: DraftingHead | None = None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
-    longest, shape = _positions(loaded.model.config), KvShape.of(model.config)
+    longest, shape = _positions(loaded.model.config), loaded.kv_shape
     longest = min(longest, settings.max_model_len or longest)
     # A drafting head has its KV on the same pages, and sees everything.
     windows = [None if head is not None or (window or longest) >= longest else window for window in loaded.windows]
     groups = page_groups(windows)
-    lanes, of_a_layer = lanes_of(groups, shape.layers), shape.bytes_of_layer(model.dtype, loaded.quantized_kv)
+    lanes, of_a_layer = lanes_of(groups, shape.layers), shape.bytes_of_layer(loaded.kv_dtype, loaded.quantized_kv)
     page_bytes = lanes * of_a_layer * settings.page_size
     page_bytes += 0 if head is None else head.bytes_per_page(settings.page_size)
     pages, head_bytes = settings.kv_pages, 0 if head is None else head.nbytes
     if not pages:
         pages = max(1, kv_bytes(settings, loaded.planned_kv_bytes, model.device, head_bytes) // page_bytes)
-    pool = PagePool(pages, settings.page_size, groups)
+    pool = PagePool(pages, settings.page_size, groups, loaded.solo is None or loaded.solo.rewinds)
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
-    row_counts = exact_row_counts or candidate_row_counts(settings.max_num_batched_tokens)
+    row_counts = exact_row_counts or _candidates(loaded, settings)
     runner = loaded.runner(pool, shapes.attention if shapes else loaded.unrestricted_form(pool.page_size), row_counts)
     spans = tuple(settings.page_size * group.slices for group in groups)
     counts = PageCounts(spans, tuple(group.window or 0 for group in groups), row_counts[-1])
@@ -265,4 +283,6 @@ def _assemble(
 
 
 def _positions(config: PreTrainedConfig) -> int:
-    return longest_sequence(int(config.max_position_embeddings), getattr(config, "rope_parameters", None))
+    config = config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
+    return longest_sequence(int(positions), getattr(config, "rope_parameters", None))

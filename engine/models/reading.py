@@ -18,13 +18,16 @@ from engine.kv.memory import planned_kv_bytes
 from engine.layers.families import FAMILIES
 from engine.models.compatibility import check_config, fix_frequencies
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
+from engine.models.families import SOLO_FAMILIES
 from engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
 from engine.models.loaded_model import LoadedModel
+from engine.models.reference import own_attention
 from engine.models.source import Progress
 from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
 from engine.models.weights import check_loaded, safetensors_files, stored_tensors
 from engine.parallel.ranks import Ranks
 from engine.parallel.shards import read_part
+from engine.passes.solo import SoloModel
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.model import build_model, is_quantized, moved, open_weights, round_weights, stored_quantization
 from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS
@@ -59,13 +62,22 @@ def read_model(
         report(f"CPU kernels for {kernels.isa}", progress)
     model = moved(model, device).eval()
     fix_frequencies(model, settings.max_model_len)
-    gpu = gpu_passes(model, settings, settings.cuda_graphs and ranks is None, progress)
+    solo = _solo(model, quantization, settings) if config.model_type in SOLO_FAMILIES else None
+    gpu = None if solo else gpu_passes(model, settings, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
     grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
     quantized_kv = settings.quantized_kv
     return LoadedModel(
-        model, vocabulary, kernels, gpu, kv_bytes, grammars, quantization=quantization, quantized_kv=quantized_kv
+        model,
+        vocabulary,
+        kernels,
+        gpu,
+        kv_bytes,
+        grammars,
+        quantization=quantization,
+        quantized_kv=quantized_kv,
+        solo=solo,
     )
 
 
@@ -78,6 +90,8 @@ def model_in_memory(model: PreTrainedModel, settings: EngineSettings, progress: 
     if model.device.type == "cuda" and settings.kv_pages is None and settings.kv_memory_bytes is None:
         raise ValueError("kv_pages and kv_memory_bytes are None, one must be set for a model in a GPU's memory")
     check_config(model.config)
+    if model.config.model_type in SOLO_FAMILIES:
+        raise UnsupportedModelError(f"{model.config.model_type} must be loaded from a folder")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model.eval()
@@ -110,10 +124,11 @@ def _read_plain(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks
         if ranks is not None:
             return read_part(folder, config, dtype, ranks)
         stored = stored_tensors(safetensors_files(folder))
+        solo = config.model_type in SOLO_FAMILIES
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=own_attention(config) if solo else ATTENTION_NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -178,6 +193,17 @@ def _read_quantized(
     reason = "quantization is 'none'" if settings.quantization != AUTO else "no kernel here multiplies what is stored"
     report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
     return model, kernels
+
+
+def _solo(model: PreTrainedModel, quantization: str, settings: EngineSettings) -> SoloModel:
+    family = model.config.model_type
+    if quantization != NOT_QUANTIZED:
+        raise UnsupportedModelError(f"{family} has {quantization} weights, which are not supported for this family")
+    if settings.quantized_kv:
+        raise UnsupportedModelError(f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be auto for {family}")
+    if settings.draft_head is not None:
+        raise UnsupportedModelError(f"draft_head is {settings.draft_head}, must be None for {family}")
+    return SoloModel(model, settings.page_size, settings.exact)
 
 
 def _round(

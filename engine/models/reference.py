@@ -45,11 +45,15 @@ def transformers_model(folder: Path, dtype: Any) -> Any:
     # The file says less of the model than config.json.
     gguf: dict[str, Any] = {"gguf_file": GGUF_WEIGHTS} if (folder / GGUF_WEIGHTS).is_file() else {}
     config = AutoConfig.from_pretrained(folder)
-    # SDPA leaves out soft caps.
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=attention, **gguf
+        folder, config=config, dtype=dtype, attn_implementation=own_attention(config), **gguf
     )
+
+
+def own_attention(config: Any) -> str | None:
+    """Which of transformers' attentions computes what the configuration says; None: its default."""
+    # SDPA leaves out soft caps.
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def generate_reference(request: ReferenceRequest) -> Iterator[ReferenceOutput]:

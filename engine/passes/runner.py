@@ -19,6 +19,7 @@ from engine.passes.device import PassClock, current
 from engine.passes.eager import EagerPasses
 from engine.passes.graphed import GraphedPasses
 from engine.passes.layout import BatchedSequence, TokenBatch
+from engine.passes.solo import SoloPasses
 from engine.steps import Computing, EngineTimings, no_callback
 
 
@@ -43,16 +44,17 @@ class ModelRunner:
         row_counts: Sequence[int] = (),
         graphs: GraphedPasses | None = None,
         lead: Lead | None = None,
+        passes: SoloPasses | None = None,
     ) -> None:
         """`graphs`: those of the device, where it has any. `lead`: to the other ranks of this worker, where it has
-        any; this runner is then the newest of its orders."""
+        any; this runner is then the newest of its orders. `passes`: what computes in the place of `EagerPasses`."""
         self.model = model
         self.kv = kv
         self.backend = backend
         self.graphs = graphs
         self.lead = lead
         self.row_counts = tuple(row_counts)
-        self._eager = EagerPasses(model, kv, backend, self.padded)
+        self._eager = passes or EagerPasses(model, kv, backend, self.padded)
         # The model searches its layers for it each time.
         self._device = model.device
         self._current_device = current(self._device)
@@ -80,7 +82,7 @@ class ModelRunner:
             if self.lead is not None:
                 self.lead.scrub(group, places, offset)
             self.kv.scrub(group, places, offset)
-        pool.truncate(table, length)
+        pool.truncate(table, pool.writable_length(table, length))
 
     @torch.inference_mode()
     def run(

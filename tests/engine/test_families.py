@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
-from engine.models.compatibility import PROVED_FAMILIES, check_config
-from engine.models.loading import load_target_engine
+from engine.models.compatibility import check_config
+from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
+from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from engine.steps import VerifyRow
 from engine.target import TargetEngine
@@ -25,34 +28,81 @@ NEW_TOKENS = 12
 LENGTHS = (2, 6, 11, 30)
 PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate(LENGTHS)]
 WRONG_DRAFTS = (3, 5)
-NOT_EXACT = {"aria_text"}
-"""Served with `--no-exact` only: its experts, which do not use transformers' interface, compute rows of different
-sequences together."""
-QUICK = ("gpt2", "phi")
-"""One projection for query, key and value with learned positions; separate ones with partial rotation."""
+QUICK = ("gpt2", "phi", "bloom", "llama4_text", "qwen3_next")
+"""One projection for query, key and value with learned positions; separate ones with partial rotation. One sequence at
+a time: positions as a bias, chunks, and states beside attention."""
 REFUSED = {
-    "bert": "sees later positions",
-    "bloom": "calls attention 0 times in 2 passes",
-    "deepseek_v3": "cannot compute on paged KV",
     "doge": "masks its attention by itself",
-    "jetmoe": "computes other logits on paged KV than by itself",
-    "gptj": "does not use transformers' attention interface",
-    "mamba": "has no attention heads",
-    "stablelm": "does not pass keyword arguments on to its attention",
+    "rembert": "calls attention 0 times in 2 passes",
+    "rwkv": "has no attention heads",
 }
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "embedding_size", "d_model", "n_embd"), 64),
+    **dict.fromkeys(
+        ("decoder_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner", "ffn_hidden_size"), 64
+    ),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_layers"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 96),
     **dict.fromkeys(("head_dim", "rotary_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("num_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("index_topk", "index_n_heads"), 4),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **{"moe_num_experts": 4, "hidden_size_per_layer_input": 16, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
 }
 """Set where a family's configuration has a number of this name."""
+
+
+PADDED = {"pad_token_id": 1}
+HEADS = {"head_dim": 16, "num_key_value_heads": 2}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), PADDED),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), PADDED),
+    "xmod": PADDED | {"languages": ["en_XX"], "default_language": "en_XX"},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), HYBRID),
+    **dict.fromkeys(("minimax", "kimi_linear", "olmo_hybrid"), HYBRID),
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "nemotron"), HEADS),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64},
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "layer_types": ["linear_attention", "full_attention", "mlp", "moe"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "sliding_window": None, "num_hidden_layers": 4},
+    },
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid"], "router_hidden_size": 32},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "modernbert-decoder": {f"{token}_token_id": 0 for token in ("pad", "bos", "cls", "sep", "eos")},
+    "longcat_flash": {"expert_ffn_hidden_size": 32, "zero_expert_num": 2, "num_hidden_layers": 4},
+    "gemma3n_text": {
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
+        "intermediate_size": 96,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "roc_bert": {"shape_vocab_size": 16, "pronunciation_vocab_size": 16},
+}
+"""What else some families need, or to have layers of all their kinds."""
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
@@ -74,7 +124,11 @@ def tiny_config(family: str) -> PreTrainedConfig:
         more = {}
     if family == "ministral":
         more["head_dim"] = SIZES["head_dim"]  # its default is no number
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    more |= SPECIAL.get(family, {})
+    if hasattr(default, "is_decoder"):
+        more["is_decoder"] = True
+    tokens = dict.fromkeys({"bos_token_id", "eos_token_id", "pad_token_id"} - more.keys())
+    sizes = {name: size for name, size in sizes.items() if name not in more}
     try:
         return kind(**sizes, **more, **tokens, tie_word_embeddings=False)
     except StrictDataclassError:
@@ -92,7 +146,7 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.25)
     if model.generation_config is not None:
-        model.generation_config.eos_token_id = None
+        model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model.eval()
 
 
@@ -111,20 +165,31 @@ def load(folder: Path, exact: bool = False, max_model_len: int | None = None) ->
 
 
 def decode(engine: TargetEngine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """The prompts in one batch. Every round also verifies wrong drafts, so that KV is written and dropped."""
+    return [tokens for tokens, _ in decode_with_digests(engine, prompts)]
+
+
+def decode_with_digests(
+    engine: TargetEngine, prompts: list[list[int]], drafts: Sequence[int] = WRONG_DRAFTS
+) -> list[tuple[list[int], list[int]]]:
+    """The tokens and the digests of their logits, the prompts in one batch. Every round also verifies wrong drafts, so
+    that KV is written and dropped."""
     tables = [PageTable() for _ in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
+    digests: list[list[int]] = [[] for _ in prompts]
     fed = list(prompts)
     while any(len(output) < NEW_TOKENS for output in outputs):
         rows = [
-            VerifyRow(table, feed, WRONG_DRAFTS, True, [*prompt, *output], len(prompt), SamplingParameters())
+            VerifyRow(table, feed, drafts, True, [*prompt, *output], len(prompt), SamplingParameters(), True)
             for table, feed, prompt, output in zip(tables, fed, prompts, outputs, strict=True)
         ]
         for index, outcome in enumerate(engine.step(rows).rows):
             assert outcome.error is None
             outputs[index] += outcome.tokens
+            digests[index] += outcome.logits_digests
             fed[index] = outcome.tokens[-1:]
-    return [output[:NEW_TOKENS] for output in outputs]
+    for table in tables:
+        engine.pool.free(table)
+    return [(output[:NEW_TOKENS], of_it[:NEW_TOKENS]) for output, of_it in zip(outputs, digests, strict=True)]
 
 
 def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -138,17 +203,65 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     "family",
-    [family if family in QUICK else pytest.param(family, marks=pytest.mark.long) for family in sorted(PROVED_FAMILIES)],
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.long)
+        for family in sorted(PROVED_FAMILIES | SOLO_FAMILIES)
+    ],
 )
 def test_a_proved_family_gives_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
     model = tiny_model(tiny_config(family))
     model.save_pretrained(tmp_path)
-    assert decode(load(tmp_path, exact=family not in NOT_EXACT)) == [generated(model, prompt) for prompt in PROMPTS]
+    engine = load(tmp_path, exact=True)
+    found = decode_with_digests(engine, PROMPTS)
+    assert [tokens for tokens, _ in found] == [generated(model, prompt) for prompt in PROMPTS]
+    assert [found[-1]] == decode_with_digests(engine, PROMPTS[-1:], drafts=())
+    if family in SOLO_FAMILIES & {*QUICK}:
+        assert decode(load(tmp_path)) == [tokens for tokens, _ in found]
+
+
+def test_states_go_on_from_full_pages_on_any_worker(tmp_path: Path) -> None:
+    tiny_model(tiny_config("qwen3_next")).save_pretrained(tmp_path)
+    first, second = load(tmp_path, exact=True), load(tmp_path, exact=True)
+    prompt = PROMPTS[-1]
+    [expected] = decode_with_digests(first, [prompt], drafts=())
+
+    def goes_on(engine: TargetEngine, table: PageTable) -> None:
+        row = VerifyRow(table, prompt[table.length :], (), True, prompt, len(prompt), SamplingParameters(), True)
+        [outcome] = engine.step([row]).rows
+        assert ([*outcome.tokens], [*outcome.logits_digests]) == (expected[0][:1], expected[1][:1])
+
+    table, moved = PageTable(), PageTable()
+    goes_on(first, table)
+    # Within a page there are no states to go back to.
+    assert [first.pool.writable_length(table, length) for length in (30, 29, 25, 24, 17)] == [30, 24, 24, 24, 16]
+    first.pool.truncate(table, 16)
+    second.pool.take(moved, 16)
+    for ours, theirs in zip(table.pages, moved.pages, strict=True):
+        second.kv_store.write_page(theirs, first.kv_store.read_page(ours))
+    goes_on(second, moved)
+    goes_on(first, table)
+
+
+def test_states_neither_draft_nor_are_rounded(tmp_path: Path) -> None:
+    tiny_model(tiny_config("mamba")).save_pretrained(tmp_path)
+    settings = EngineSettings(str(tmp_path), "float32", kv_pages=64)
+    with pytest.raises(UnsupportedModelError, match="mamba cannot draft"):
+        load_draft_engine(settings, lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="kv_cache_dtype is 'int8', must be auto for mamba"):
+        load_target_engine(replace(settings, kv_cache_dtype="int8"), lambda *_: None)
+
+
+def test_a_decoder_that_sees_later_positions_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("bert")
+    config.is_decoder = False
+    tiny_model(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="sees later positions"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_other_families_are_refused(family: str, tmp_path: Path) -> None:
-    assert family not in PROVED_FAMILIES
+    assert family not in PROVED_FAMILIES | SOLO_FAMILIES
     tiny_model(tiny_config(family)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=REFUSED[family]):
         load(tmp_path)
