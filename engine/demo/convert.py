@@ -30,9 +30,16 @@ def assemble_draft(target_folder: Path, folder: Path, assets: Traversable) -> No
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from engine.models.draft_vocabulary import FILE_NAME
+    from engine.quantization.gguf_file import GgufFile
+    from engine.quantization.model import build_model, open_weights
 
     trained = load((assets / TRAINED_LAYERS).read_bytes())
-    target = transformers_model(target_folder, torch.bfloat16)
+    source = open_weights(target_folder)
+    if isinstance(source, GgufFile):
+        # transformers reads such a file with a package that Spool does not need.
+        target = build_model(source, AutoConfig.from_pretrained(target_folder), torch.bfloat16, keep=False)
+    else:
+        target = transformers_model(target_folder, torch.bfloat16)
     config = AutoConfig.from_pretrained(target_folder, num_hidden_layers=_layers_up_to_the_last(trained))
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     kept = {name: tensor for name, tensor in target.state_dict().items() if name in draft.state_dict()}

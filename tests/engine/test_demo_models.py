@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,16 @@ def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path], model: Pre
     assert all(torch.equal(draft[name], target[name]) for name in shared)
     trained = [name for name in draft if "layers.6." in name or "layers.7." in name or name == "model.norm.weight"]
     assert not any(torch.equal(draft[name], target[name]) for name in trained)
+
+
+@pytest.mark.slow
+def test_a_build_needs_nothing_that_only_tests_need(folders: dict[Role, Path], tmp_path: Path) -> None:
+    """transformers would read the target's file with the package gguf."""
+    program = "import sys; sys.modules['gguf'] = None; from engine.demo.convert import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(folders[Role.TARGET]), str(tmp_path)]
+    subprocess.run(command, check=True)
+    built, again = (folder / "model.safetensors" for folder in (folders[Role.DRAFT], tmp_path))
+    assert again.read_bytes() == built.read_bytes()
 
 
 def test_tokenizers_agree_and_keep_text(folders: dict[Role, Path]) -> None:
