@@ -30,7 +30,7 @@ from engine.steps import VerifyRow
 from engine.target import TargetEngine
 from scheduler.messages import PromptScoring, Role
 from scheduler.sampling import SamplingParameters
-from services.text.tokenizer import load_tokenizer
+from services.text.tokenizer import ModelTokenizer
 
 CHUNK = 512
 _FED = 128
@@ -93,7 +93,7 @@ def main() -> None:
         prefix_cache=False,
     )
     engine = load_target_engine(settings, progress)
-    tokens = load_tokenizer(folder).encode(asked.text.read_text(encoding="utf-8"))
+    tokens = ModelTokenizer(Path(folder)).encode(asked.text.read_text(encoding="utf-8"))
     found = {"quantization": engine.description.quantization, **perplexity(engine, tokens, console)}
     if asked.llama is not None:
         found["llama.cpp"] = by_llama_cpp(asked.model, asked.text, asked.llama, asked.threads)

@@ -12,6 +12,7 @@ from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, say
 from deploy.workers import worker_memory
 from engine.demo.build import DemoBuildError
+from engine.drafting.token_map import map_tokens
 from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
 from engine.models.drafting_head import MTP
 from engine.models.fetching import fetch_model
@@ -52,15 +53,16 @@ def prepare_models(
             draft_folder = None
     try:
         tokenizer = ModelTokenizer(target_folder)
-        if draft_folder is not None and draft_folder != target_folder:
-            digest = ModelTokenizer(draft_folder).vocabulary_digest
-            if digest != tokenizer.vocabulary_digest:
-                raise UsageError(
-                    f"the draft {settings.draft_name} does not fit the target {settings.target}: their tokenizers "
-                    f"differ (--draft {NGRAM} and --draft {NO_DRAFT} fit any target)"
-                )
     except TokenizerError as error:
         raise UsageError(str(error)) from error
+    try:
+        if draft_folder is not None and draft_folder != target_folder:
+            map_tokens(target_folder, draft_folder)
+    except TokenizerError as error:
+        raise UsageError(
+            f"the draft {settings.draft_name} does not fit the target {settings.target}: {error} "
+            f"(--draft {NGRAM} and --draft {NO_DRAFT} fit any target)"
+        ) from error
     longest = _max_positions(target_folder)
     if max_model_len is not None and max_model_len > longest:
         raise UsageError(f"max_model_len is {max_model_len}, must be at most {longest}, the limit of {settings.target}")

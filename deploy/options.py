@@ -203,6 +203,7 @@ class EngineOptions(_Frozen):
             "threads": threads,
             "exact": models.exact,
             "lookup_match": models.lookup_match if is_draft else None,
+            "target": models.target if is_draft else None,
             "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
             "tensor_parallel_size": self.ranks(role),
         }

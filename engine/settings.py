@@ -32,9 +32,10 @@ class EngineSettings:
     `max_num_batched_tokens` bounds the tokens of one forward pass, `max_model_len` those of a sequence (None: the
     model does). `threads` 0 leaves the number to torch.
     `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
-    followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
-    the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs. So many
-    ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
+    followed them is proposed instead of the model's tokens. So is `target`, a model: rows and proposals have its token
+    ids, which may not be the draft's own (engine/drafting/token_map.py). With `prefix_cache`, sequences that begin
+    alike share the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs.
+    So many ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
     `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
     (engine/models/drafting_head.py).
     """
@@ -59,6 +60,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
     draft_head: str | None = None
+    target: str | None = None
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> Self:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from deploy.assembly.secrets import secret_from_environment, secret_from_file
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
-from engine.models.fetching import fetch_model
+from engine.models.fetching import fetch_tokenizer
 from engine.models.source import SourceKind, demo_chat_template, resolve_model
 from scheduler.messages import Role
 from services.gateway.grpc.server import GrpcServer
@@ -32,7 +32,7 @@ from services.gateway.settings import (
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_link import Resolve
 from services.scheduler_client.remote import SchedulerClient
-from services.text.tokenizer import ModelTokenizer, load_tokenizer
+from services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +131,7 @@ def _receipt_key(file: Path | None) -> str | None:
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:
     """The tokenizer, and the sampling defaults. The demo and GGUF files have these only together with weights."""
     source = resolve_model(config.models.target, Role.TARGET)
+    folder = fetch_tokenizer(source, lambda message, fraction: None)
     if source.kind is SourceKind.DEMO:
-        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None), demo_chat_template())
-        return tokenizer, config.gateway.sampling or _DEMO_SAMPLING
-    if source.kind is SourceKind.GGUF:
-        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None))
-    else:
-        tokenizer = load_tokenizer(str(source.folder or config.models.target))
-    return tokenizer, config.gateway.sampling or model_sampling_defaults(tokenizer.folder)
+        return ModelTokenizer(folder, demo_chat_template()), config.gateway.sampling or _DEMO_SAMPLING
+    return ModelTokenizer(folder), config.gateway.sampling or model_sampling_defaults(folder)

@@ -61,7 +61,7 @@ def _checked(path: Path, token_ids: object, vocabulary_size: int) -> list[int]:
 
 
 def restrict_head(model: PreTrainedModel, token_ids: Tensor) -> None:
-    """Makes the model's logits those of `token_ids` alone, in their order. In place.
+    """Makes the model's logits those of `token_ids` (int64) alone, in their order. In place.
 
     Raises `UnsupportedModelError` for a model whose head is no plain linear layer.
     """
@@ -71,12 +71,23 @@ def restrict_head(model: PreTrainedModel, token_ids: Tensor) -> None:
         model.set_output_embeddings(QuantizedLinear(head.quantized.rows(token_ids), bias))
         return
     if type(head) is not nn.Linear:
-        kind = type(head).__name__
-        raise UnsupportedModelError(f"{model.config.model_type} has a head of type {kind}, {FILE_NAME} needs a Linear")
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has a head of type {type(head).__name__}, must be Linear: the draft proposes "
+            f"some of its tokens only ({FILE_NAME}, or a vocabulary that is not the target's)"
+        )
     with torch.device("meta"):
         restricted = nn.Linear(head.in_features, token_ids.numel(), bias=head.bias is not None)
-    # The full head may be the embedding itself: it is copied from, and stays as it is.
-    restricted.weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
+    # Rows at the end that are left out are not worth a copy.
+    leading = torch.equal(token_ids, torch.arange(token_ids.numel(), device=token_ids.device))
+    rows = slice(token_ids.numel()) if leading else token_ids
+    # The full head may be the embedding itself, which stays as it is.
+    restricted.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
     if head.bias is not None:
-        restricted.bias = nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
+        restricted.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
     model.set_output_embeddings(restricted)
+
+
+def feed_as(model: PreTrainedModel, fed: Tensor) -> None:
+    """From now on the model, whose layers are replaced already, takes the id t for its token `fed[t]`; int64, on the
+    model's device. In place."""
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: (fed[given[0]], *given[1:]))

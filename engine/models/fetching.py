@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.models.source import ModelSource, Progress, SourceKind, download_model
+from engine.models.source import ModelSource, Progress, SourceKind, download_model, download_tokenizer
 
 
 def fetch_model(source: ModelSource, progress: Progress) -> Path:
@@ -29,3 +29,11 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
 
         return gguf_folder(Path(source.name).expanduser(), progress)
     return download_model(source.name, progress)
+
+
+def fetch_tokenizer(source: ModelSource, progress: Progress) -> Path:
+    """A folder with the model's tokenizer and configurations: nothing else is downloaded from the hub. Raises as
+    `fetch_model`."""
+    if source.kind is SourceKind.HUB and source.folder is None:
+        return download_tokenizer(source.name, progress)
+    return fetch_model(source, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,8 @@ from engine.drafting.head import DraftingHead
 from engine.drafting.head_drafting import HeadDrafting, HeadlessPages
 from engine.drafting.model_draft import DraftEngine
 from engine.drafting.mtp_head import MtpHead
-from engine.errors import UnsupportedModelError
+from engine.drafting.token_map import TokenMap, map_tokens
+from engine.errors import DraftVocabularyError, UnsupportedModelError
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.exactness.fingerprint import fingerprint_parts, folder_parts, memory_parts, weight_sample
@@ -28,14 +30,14 @@ from engine.kv.memory import kv_bytes
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool
 from engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, has_moving_rope
-from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
+from engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
 from engine.models.drafting_head import MTP, head_architecture
 from engine.models.dtype import dtype_name
-from engine.models.fetching import fetch_model
+from engine.models.fetching import fetch_model, fetch_tokenizer
 from engine.models.kernels import logits_scan
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.reading import model_in_memory, read_config, read_model, report
-from engine.models.source import Progress, longest_sequence, resolve_model
+from engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import device_of, join_ranks
@@ -44,10 +46,13 @@ from engine.passes.features import Features
 from engine.passes.runner import ModelRunner
 from engine.passes.warm_up import capture_graphs, warm_up
 from engine.quantization.sizes import NOT_QUANTIZED
+from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from scheduler.messages import Role
 from scheduler.page_counts import PageCounts
+
+logger = logging.getLogger(__name__)
 
 # Tokens of a pass that computes one after the other, so that a step does not take too long.
 _ONE_BY_ONE = 32
@@ -81,9 +86,24 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
             f"{settings.model} is a drafting head ({architecture}): it proposes from what its target computes, and "
             "runs in the target's worker, not in a draft worker (models.draft_kind: head)"
         )
-    loaded = read_model(folder, settings, Role.DRAFT, progress)
-    token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
-    return _draft_engine(loaded, settings, progress, token_ids)
+    with ThreadPoolExecutor(1) as beside:
+        mapping = beside.submit(_token_map, settings, folder, progress)
+        loaded = read_model(folder, settings, Role.DRAFT, progress)
+        own = read_draft_vocabulary(folder, loaded.vocabulary.size)
+        return _draft_engine(loaded, settings, progress, own, mapping.result())
+
+
+def _token_map(settings: EngineSettings, folder: Path, progress: Progress) -> TokenMap | None:
+    """Of the draft in `folder`; None where it takes the target's token ids as they are."""
+    if settings.target is None:
+        return None
+    try:
+        target = fetch_tokenizer(resolve_model(settings.target, Role.TARGET), progress)
+    except ModelNotFoundError as error:
+        # The scheduler refuses the draft if its tokenizer is another.
+        logger.warning("token ids are taken to be the draft's own, as the target is not here: %s", error)
+        return None
+    return map_tokens(target, folder)
 
 
 def target_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> TargetEngine:
@@ -140,16 +160,33 @@ def _target_engine(
 
 
 def _draft_engine(
-    loaded: LoadedModel, settings: EngineSettings, progress: Progress, token_ids: torch.Tensor | None = None
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    progress: Progress,
+    own: torch.Tensor | None = None,
+    mapping: TokenMap | None = None,
 ) -> DraftEngine:
+    """`own`: the model's own ids of the tokens that it may propose; None for all."""
     if loaded.solo is not None and not loaded.solo.rewinds:
         raise UnsupportedModelError(f"{loaded.model.config.model_type} cannot draft: its states cannot go back")
     loaded = replace(loaded, windows=_check_passes(loaded, settings))
-    if token_ids is not None:
+    device, token_ids, fed = loaded.model.device, own, None
+    if mapping is not None:
+        grammars = Grammars(mapping.tokenizer, beside_model=device.type != "cpu")
+        loaded = replace(loaded, vocabulary=mapping.vocabulary, grammars=grammars)
+        fed, token_ids = torch.tensor(mapping.fed), torch.tensor(mapping.known)
+        if own is not None:
+            token_ids = token_ids[torch.isin(fed[token_ids], own)]
+            if not len(token_ids):
+                raise DraftVocabularyError(f"{settings.model} may propose no token that {settings.target} has")
+        own, fed = fed[token_ids], fed.to(device)
+    if token_ids is not None and own is not None:
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
-        token_ids = token_ids.to(loaded.model.device)
-        restrict_head(loaded.model, token_ids)
+        token_ids = token_ids.to(device)
+        restrict_head(loaded.model, own.to(device))
     loaded.replace_layers(settings.page_size)
+    if fed is not None:
+        feed_as(loaded.model, fed)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)

@@ -23,7 +23,7 @@ from engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
 from engine.models.loaded_model import LoadedModel
 from engine.models.reference import own_attention
 from engine.models.source import Progress
-from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
+from engine.models.vocabulary import Vocabulary, read_tokenizer, vocabulary_of
 from engine.models.weights import check_loaded, safetensors_files, stored_tensors
 from engine.parallel.ranks import Ranks
 from engine.parallel.shards import read_part
@@ -64,9 +64,10 @@ def read_model(
     fix_frequencies(model, settings.max_model_len)
     solo = _solo(model, quantization, settings) if config.model_type in SOLO_FAMILIES else None
     gpu = None if solo else gpu_passes(model, settings, settings.cuda_graphs and ranks is None, progress)
-    vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
-    tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
-    grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
+    tokenizer = read_tokenizer(folder)
+    vocabulary = vocabulary_of(tokenizer, folder, model.get_input_embeddings().num_embeddings)
+    leads = ranks is None or ranks.rank == 0
+    grammars = Grammars(tokenizer, beside_model=device.type != "cpu") if tokenizer is not None and leads else None
     quantized_kv = settings.quantized_kv
     return LoadedModel(
         model,

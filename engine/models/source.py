@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
@@ -163,6 +163,22 @@ def _in_hub_cache(name: str) -> Path | None:
 
 def download_model(name: str, progress: Progress) -> Path:
     """The folder of a model from the hub. Raises `ModelNotFoundError`."""
+    progress(f"downloading {name}", None)
+    folder = _download(name, _HUB_FILES)
+    if not _has_weights(folder):
+        folder = _download(name, (*_HUB_FILES, "*.bin"))
+    if not (folder / "config.json").is_file() or not _has_weights(folder):
+        raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
+    return folder
+
+
+def download_tokenizer(name: str, progress: Progress) -> Path:
+    """A folder with the tokenizer and the configurations of a model on the hub. Raises `ModelNotFoundError`."""
+    progress(f"downloading the tokenizer of {name}", None)
+    return _download(name, ("*.json", "*.jinja"))
+
+
+def _download(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -171,11 +187,8 @@ def download_model(name: str, progress: Progress) -> Path:
         RepositoryNotFoundError,
     )
 
-    progress(f"downloading {name}", None)
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-        if not _has_weights(folder):
-            folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "*.bin"]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except GatedRepoError as error:
         raise ModelNotFoundError(
             f"{name}: the hub gives it only to those who accepted its terms: accept them on the model's page and set "
@@ -192,9 +205,6 @@ def download_model(name: str, progress: Progress) -> Path:
         raise ModelNotFoundError(
             f"{name}: no such folder, and not to be had from the hub: {_first_line(error)} ({remedy})"
         ) from error
-    if not (folder / "config.json").is_file() or not _has_weights(folder):
-        raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
-    return folder
 
 
 def is_full(error: OSError) -> bool:

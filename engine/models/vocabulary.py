@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.errors import TokenizerError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHER_FORMS = ("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -122,13 +121,12 @@ def _added_token(entry: object) -> AddedToken:
     return AddedToken(entry["content"], special=entry.get("special", True), **flags)
 
 
-def read_vocabulary(folder: Path, embedding_rows: int) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer | None, folder: Path, embedding_rows: int) -> Vocabulary:
     """The vocabulary of the model in `folder`, whose embedding has `embedding_rows` rows, padding included.
 
     Raises TokenizerError for a tokenizer of another model, as far as can be told. Added tokens may lie beyond the
     embedding: some published models name a padding token that they have no row for.
     """
-    tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         return Vocabulary(b"", embedding_rows)
     own = vocabulary_size(tokenizer.get_vocab(with_added_tokens=False))

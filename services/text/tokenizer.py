@@ -11,7 +11,6 @@ import tokenizers
 
 from engine.errors import TokenizerError
 from engine.models.vocabulary import (
-    TOKENIZER_FILES,
     named_tokens,
     no_tokenizer,
     read_json,
@@ -26,9 +25,6 @@ from services.text.plain_specials import PlainSpecials
 
 # Of several named templates, the others are for special uses.
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
-
-# The files that are fetched of a model on the hub: no weights.
-_HUB_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.jinja")
 
 
 class ModelTokenizer:
@@ -175,24 +171,6 @@ class ModelTokenizer:
         if wrong:
             raise TokenizerError(f"{folder}: eos_token_id holds {wrong[0]!r}, must be token ids")
         return frozenset(stops)
-
-
-def load_tokenizer(model: str) -> ModelTokenizer:
-    """The tokenizer of a model folder, or of a model on the hub; only the tokenizer's files are fetched from there.
-
-    Raises TokenizerError.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return ModelTokenizer(folder)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return ModelTokenizer(Path(snapshot_download(model, allow_patterns=list(_HUB_FILES))))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise TokenizerError(f"{model}: no such folder, and the hub did not give it: {reason}") from error
 
 
 def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.drafting.model_draft import DraftEngine
 from engine.drafting.prompt_lookup import TokenPlaces
-from engine.errors import DraftVocabularyError
+from engine.errors import DraftVocabularyError, TokenizerError
 from engine.kv.pages import PageTable
 from engine.models import loading
 from engine.models.draft_vocabulary import FILE_NAME
-from engine.models.loading import draft_engine_of, load_draft_engine
+from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome
+from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from tests.support.command_line import CHARACTERS, save_tokenizer
+from tests.support.in_process import Output, requests_of, run_in_process
+from tests.support.renumbered import save_renumbered
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 
 GREEDY = SamplingParameters()
 SOME_TOKENS = list(range(0, VOCABULARY, 3))
@@ -128,6 +136,98 @@ def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama", [0, VOCABULARY])
     with pytest.raises(DraftVocabularyError, match=rf"token_ids\[1\] is {VOCABULARY}, .* below the vocabulary size"):
         load(tmp_path)
+
+
+# --- a vocabulary that is not the target's ----------------------------------------------------------------------------
+
+SHUFFLED = random.Random(5).sample(range(VOCABULARY), VOCABULARY)
+KNOWN = SHUFFLED[:60]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft with its tokenizer; the same draft with its tokens under other ids, and with some of them;
+    and as `short`, the one with other ids for sequences of up to 30 tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    for path, name in zip(save_tiny_pair("llama", folder), ("target", "draft"), strict=True):
+        save_tokenizer(path.rename(folder / name))
+    for name, order in (("other-ids", SHUFFLED), ("fewer", KNOWN), ("short", SHUFFLED)):
+        save_renumbered(folder / "draft", folder / name, order)
+    config = json.loads((folder / "short/config.json").read_text())
+    (folder / "short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 30}))
+    return folder
+
+
+@pytest.mark.parametrize("own", [None, [3, 20, 31, 44]])
+def test_a_smaller_vocabulary_proposes_of_its_tokens(models: Path, own: list[int] | None, tmp_path: Path) -> None:
+    """Tokens that it lacks are its first one to it."""
+    folder = shutil.copytree(models / "fewer", tmp_path / "draft")
+    known = sorted(KNOWN if own is None else [KNOWN[number] for number in own])
+    if own is not None:
+        (folder / FILE_NAME).write_text(json.dumps({"token_ids": own}))
+    reference = AutoModelForCausalLM.from_pretrained(models / "draft", dtype=torch.float32)
+    engine = load(folder, target=str(models / "target"))
+    assert engine.description.vocabulary_size == VOCABULARY
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 9, 20, 13)]
+    samplings = [SamplingParameters(temperature=number // 2 * 0.9, seed=number) for number in range(4)]
+    rows = [row(PageTable(), prompt, 6, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    seen = [[token if token in KNOWN else KNOWN[0] for token in prompt] for prompt in prompts]
+    assert [outcome.tokens for outcome in engine.step(rows).rows] == [
+        proposed_by(reference, prompt, 6, known, sampling) for prompt, sampling in zip(seen, samplings, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"page_size": 16, "quantization": "int8"}, {"page_size": 16, "quantization": "int4"}]
+)
+def test_tokens_under_other_ids_are_accepted_as_often(models: Path, changes: dict[str, str]) -> None:
+    settings = EngineSettings(str(models / "target"), "float32", threads=1, kv_pages=100, max_num_batched_tokens=64)
+    target = TargetStepExecutor(load_target_engine(settings, lambda *_: None), prefix_cache=False)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (2, 17, 9, 25, 40)]
+    requests = requests_of(prompts, 24, (0.0, 0.7))
+
+    def run(draft: str | None) -> dict[int, Output]:
+        workers: dict[str, StepExecutor[Any]] = {"target": target}
+        if draft is not None:
+            engine = load(models / draft, target=str(models / "target"), **changes)
+            assert engine.description.tokenizer_digest == target.engine.description.tokenizer_digest
+            workers["draft"] = DraftStepExecutor(engine, prefix_cache=False)
+        config = SchedulerConfig(policy=Policy.RAGGED, draft_length=4)
+        return run_in_process(config, workers, requests)
+
+    plain, own, others = run(None), run("draft"), {name: run(name) for name in ("other-ids", "fewer", "short")}
+    for outputs in (own, *others.values()):
+        assert {number: output.tokens for number, output in outputs.items()} == {
+            number: output.tokens for number, output in plain.items()
+        }
+        assert sum(accepted for output in outputs.values() for _, accepted in output.rounds) > 0
+    for number, output in own.items():
+        assert others["other-ids"][number].rounds == output.rounds
+        length = len(prompts[number])
+        for (drafted, _), (of_short, accepted) in zip(output.rounds, others["short"][number].rounds, strict=False):
+            assert of_short == min(drafted, max(0, 30 - length))
+            if of_short < drafted:
+                break
+            length += accepted + 1
+
+
+def test_another_tokenizer_is_refused(models: Path, tmp_path: Path) -> None:
+    target, folder = str(models / "target"), shutil.copytree(models / "draft", tmp_path / "draft")
+    save_tokenizer(folder, [*CHARACTERS[:40], *(f"<{number}>" for number in range(40, VOCABULARY))])
+    reason = "40 tokens are the same in target and draft, must be at least 48, .* differs is 40 of target, 'I'"
+    with pytest.raises(TokenizerError, match=reason):
+        load(folder, target=target)
+    # Nobody knows the target here: the scheduler finds out.
+    unmapped, fitting = (load(path, target="/no/such/model").description for path in (folder, models / "draft"))
+    assert unmapped.tokenizer_digest != fitting.tokenizer_digest
+    save_tokenizer(folder, CHARACTERS[::-1])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="the first that differs is 1 of target"):
+        load(folder, target=target)
 
 
 # --- prompt lookup beside the model -----------------------------------------------------------------------------------

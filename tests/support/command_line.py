@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -83,12 +83,13 @@ def started(
             process.kill()
 
 
-def save_tokenizer(folder: Path, reverse: bool = False) -> None:
-    """One token a character, for the 96 characters that ASCII text needs; `reverse` numbers them the other way."""
-    characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
-    if reverse:
-        characters.reverse()
-    backend = Tokenizer(models.BPE({character: number for number, character in enumerate(characters)}, []))
+CHARACTERS = (*map(chr, range(33, 127)), "Ġ", "Ċ")
+"""The 96 that ASCII text needs."""
+
+
+def save_tokenizer(folder: Path, texts: Sequence[str] = CHARACTERS) -> None:
+    """One token for each of the `texts`, which are numbered in their order."""
+    backend = Tokenizer(models.BPE({text: number for number, text in enumerate(texts)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE).save_pretrained(folder)

@@ -21,7 +21,7 @@ def check_pairing(
     """Raises PairingError unless the worker `new` fits every one of `others`, each given by name and description.
 
     Targets must hold the same model in the same number format and quantisation, and KV in one format, so that any of
-    them can take over a sequence. A draft must have the target's tokenizer; with an empty digest (it works with any)
+    them can take over a sequence. A draft must take the target's token ids; with an empty digest (it works with any)
     its vocabulary must not be the smaller one. Drafts need not fit each other.
     """
     for other_name, other in others:

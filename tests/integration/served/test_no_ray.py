@@ -21,6 +21,7 @@ from bench.chaos.streams import cases
 from spool_client import Client, GenerateRequest
 from tests.support.command_line import SPOOL, spool, started
 from tests.support.ports import free_ports
+from tests.support.renumbered import save_renumbered
 from tests.support.serving import ENGINE, PACED, PlainDecoder, stream_all
 from tests.support.waiting import LONG, wait_until
 
@@ -74,7 +75,7 @@ class NoRay:
 def served(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[NoRay]:
     folder = tmp_path_factory.mktemp("no-ray")
     port, grpc_port = free_ports(2)
-    target, draft = tiny_pair
+    target, draft = tiny_pair[0], save_renumbered(tiny_pair[1], folder / "draft", range(95, -1, -1))
     # Streams last longer than it takes to kill something.
     groups, gateway = {"target": PACED}, {"replicas": 2}
     settings = {"engine": ENGINE, "groups": groups, "gateway": gateway, "metrics": {"scheduler_address": None}}

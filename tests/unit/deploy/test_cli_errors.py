@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import save_tokenizer, spool, spool_here, write_lines
+from tests.support.command_line import CHARACTERS, save_tokenizer, spool, spool_here, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({"max_position_embeddings": 200}))
         (folder / name / "model.safetensors").write_text("")
-        save_tokenizer(folder / name, reverse=name == "other")
+        save_tokenizer(folder / name, CHARACTERS if name == "target" else [f"<{number}>" for number in range(96)])
     (folder / "no-weights").mkdir()
     (folder / "no-weights" / "config.json").write_text("{}")
     (folder / "no-tokenizer").mkdir()
@@ -75,7 +75,9 @@ BAD_INPUT = [
     (["target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
     (
         ["target", "--draft", "other"],
-        "does not fit the target target: their tokenizers differ (--draft ngram and --draft none fit any target)",
+        "the draft other does not fit the target target: 0 tokens are the same in target and other, must be at least "
+        "48, half of the smaller vocabulary: the first that differs is 0 of target, '!' (--draft ngram and --draft "
+        "none fit any target)",
     ),
     (["target", "--prompts", "long.jsonl"], "long.jsonl:2: the prompt has 200 tokens, the model takes 200"),
     (["target", "--max-model-len", "300"], "max_model_len is 300, must be at most 200, the limit of target"),

@@ -19,7 +19,7 @@ from engine.errors import TokenizerError
 from engine.models.vocabulary import vocabulary_digest
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
-from services.text.tokenizer import ModelTokenizer, load_tokenizer
+from services.text.tokenizer import ModelTokenizer
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -245,19 +245,19 @@ def test_stop_tokens(folder: Path, files: dict[str, dict[str, Any]], stops: set[
 
 def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(TokenizerError, match=r"holds no tokenizer\.json"):
-        load_tokenizer(str(tmp_path_factory.mktemp("empty")))
+        ModelTokenizer(tmp_path_factory.mktemp("empty"))
     write(folder, "generation_config.json", {"eos_token_id": "end"})
     with pytest.raises(TokenizerError, match="eos_token_id holds"):
-        load_tokenizer(str(folder))
+        ModelTokenizer(folder)
     write(folder, "tokenizer_config.json", "[]")
     with pytest.raises(TokenizerError, match="holds a JSON list"):
-        load_tokenizer(str(folder))
+        ModelTokenizer(folder)
     write(folder, "tokenizer_config.json", {"eos_token": ["<end>"]})
     with pytest.raises(TokenizerError, match="must be a text or an object with content"):
-        load_tokenizer(str(folder))
+        ModelTokenizer(folder)
     write(folder, "tokenizer.json", "{}")
     with pytest.raises(TokenizerError, match="cannot be read"):
-        load_tokenizer(str(folder))
+        ModelTokenizer(folder)
 
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
