@@ -25,6 +25,7 @@ from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, Veri
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
 _NOT_A_NUMBER = "the target's logits are not finite"
+_NO_TOKEN = "the grammar allows only stop tokens, which min_tokens forbids here, or the target's logits are not finite"
 
 
 class TargetEngine:
@@ -109,7 +110,7 @@ class TargetEngine:
             if not row.sample:
                 continue
             own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span) if row.logits_digests else 0)]
-            outcome = outcomes[index] = _accept(row.draft_tokens, sampled[span.start : span.stop])
+            outcome = outcomes[index] = _accept(row, sampled[span.start : span.stop])
             if index in failed:
                 outcome = outcomes[index] = RowOutcome([], error=failed[index])
             outcome.logits_digests = own_digests[: len(outcome.tokens)]
@@ -178,12 +179,12 @@ def _contexts(row: VerifyRow) -> Iterator[SamplingContext]:
         yield SamplingContext(row.sampling, len(row.history) + drafted, history, row.prompt_length)
 
 
-def _accept(draft_tokens: Sequence[int], own_tokens: Sequence[int | None]) -> RowOutcome:
+def _accept(row: VerifyRow, own_tokens: Sequence[int | None]) -> RowOutcome:
     """The longest prefix of the draft that the target would have sampled, and the target's own token after it."""
-    tokens: list[int] = []
+    draft_tokens, tokens = row.draft_tokens, list[int]()
     for position, own_token in enumerate(own_tokens):
         if own_token is None:
-            return RowOutcome([], error=_NOT_A_NUMBER)
+            return RowOutcome([], error=_NOT_A_NUMBER if row.sampling.grammar is None else _NO_TOKEN)
         tokens.append(own_token)
         if position == len(draft_tokens) or own_token != draft_tokens[position]:
             break

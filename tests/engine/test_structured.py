@@ -205,6 +205,17 @@ def test_a_complete_output_ends_before_its_least_length(case: Case) -> None:
     assert outputs[0].reason is FinishReason.STOP
 
 
+def test_a_grammar_whose_only_token_is_forbidden_says_so(case: Case) -> None:
+    stops = frozenset([case.end, case.tokenizer.convert_tokens_to_ids("a")])
+    sampling = SamplingParameters(
+        min_tokens=3, end_token_ids=stops, grammar=Grammar("start: /a/", frozenset([case.end]))
+    )
+    outputs = run_in_process(
+        SchedulerConfig(), {"target": case.target}, [SequenceRequest(0, (5,), MAX_TOKENS, stops, sampling)]
+    )
+    assert "allows only stop tokens, which min_tokens forbids" in (outputs[0].error or "")
+
+
 def test_a_grammar_that_fails_hurts_nobody_else(case: Case) -> None:
     """The gateway lets none in; a gateway of another release might."""
     broken = SamplingParameters(grammar=Grammar("start: gone", frozenset([case.end])))
