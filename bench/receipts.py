@@ -19,10 +19,13 @@ from deploy.models import prepare_models
 from deploy.offline.cell import running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import load_prompts
-from deploy.options import NO_DRAFT, InputSettings, ModelSettings, RunSettings, SamplingSettings
+from deploy.options import NO_DRAFT, InputSettings, ModelSettings, RunSettings, SamplingSettings, SchedulingSettings
 from deploy.progress import Reporter
 from scheduler.config import Policy
 from services.receipts.receipt import Receipt
+
+# Rows of a step.
+_BATCH = 8
 
 
 async def generate(
@@ -35,7 +38,7 @@ async def generate(
     async with running_cell(settings, longest_lengths(jobs, config), reporter) as cell:
         for turn in range(turns):
             for digests in (False, True)[:: -1 if turn % 2 else 1]:
-                warm_up = [replace(job, max_tokens=16) for job in jobs[:8]]
+                warm_up = [replace(job, max_tokens=16) for job in jobs[:_BATCH]]
                 plan = DecodingPlan(f"digests {digests}", config, frozenset(), False, digests, warm_up)
                 keep = found.__setitem__ if digests else lambda *_: None
                 seconds[digests].append((await decode(cell, plan, jobs, reporter, keep)).seconds)
@@ -58,7 +61,8 @@ def main() -> None:
     given = parser.parse_args()
     sampling = SamplingSettings(max_tokens=given.tokens, temperature=given.temperature)
     models, inputs = ModelSettings(target=given.target, draft=NO_DRAFT), InputSettings(prompts=given.prompts)
-    settings = RunSettings(models=models, sampling=sampling, inputs=inputs)
+    scheduling = SchedulingSettings(batch_size=_BATCH)
+    settings = RunSettings(models=models, sampling=sampling, inputs=inputs, scheduling=scheduling)
     with Reporter() as reporter, tempfile.TemporaryDirectory() as scratch:
         ready = prepare_models(models, False, reporter)
         prompts = load_prompts(given.prompts, None)
