@@ -68,7 +68,7 @@ async def decode(
 
 
 HEADS = ("eagle", "mtp")
-MORE = [pytest.param(family, marks=pytest.mark.long) for family in ("gpt_oss", "mixtral")]
+MORE = [pytest.param(family, marks=pytest.mark.long) for family in WINDOWED if family != "gemma3_text"]
 
 
 @pytest.mark.parametrize("kind", [*HEADS, "gemma3_text", *MORE])
