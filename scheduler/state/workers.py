@@ -117,13 +117,13 @@ class Sequence:
         self.suspected_until = self.length + request.suspicion.tokens
 
     def scoring(self, start: int, end: int) -> PromptScoring | None:
-        """What the target is to tell of the prompt with a row that feeds the tokens [start, end)."""
+        """What the target is to tell of the prompt with a row that feeds the tokens [start, end): perhaps nothing yet,
+        but where what it will be asked for begins, so that it takes over no KV beyond."""
         top = self.request.prompt_logprobs
-        if top is None:
+        if top is None or self.score_from == _NOTHING_TO_SCORE:
             return None
         first = max(start, self.score_from) + 1
-        tokens = self.request.prompt[first : end + 1]
-        return PromptScoring(first, tokens, top) if tokens else None
+        return PromptScoring(first, self.request.prompt[first : end + 1], top)
 
     def take_scores(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Takes in the log probabilities that a row's `scoring` asked for."""

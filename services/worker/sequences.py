@@ -429,12 +429,12 @@ def _check_scoring(row: worker_pb2.Row, engine: EngineDescription) -> None:
     """The scored tokens must follow fed ones; what follows the last fed one of a row that samples is sampled."""
     first, count = row.scoring.first, len(row.scoring.tokens)
     last = row.kv_len + len(row.tokens) + row.known_tokens - row.sample
-    if not count or not row.kv_len < first <= first + count - 1 <= last:
+    if not row.kv_len < first or (count and first + count - 1 > last):
         raise ValueError(
-            f"scoring names {count} tokens from position {first} on, must name at least one, all of them between "
-            f"{row.kv_len + 1} and {last}"
+            f"scoring names {count} tokens from position {first} on, all must be between {row.kv_len + 1} and {last}"
         )
-    _check_tokens("scoring.tokens", row.scoring.tokens, engine)
+    if count:
+        _check_tokens("scoring.tokens", row.scoring.tokens, engine)
 
 
 def _check_tokens(name: str, tokens: Iterable[int], engine: EngineDescription) -> None:
