@@ -250,7 +250,8 @@ Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | Work
 @dataclass(slots=True)
 class PromptScoring:
     """Asks a target for the log probabilities of `tokens` of a prompt, from position `first` on, and of the `top`
-    likeliest tokens at each of these positions. The row feeds the tokens that they follow."""
+    likeliest tokens at each of these positions. The row feeds the tokens that they follow. Without `tokens`, later rows
+    ask for those from `first` on."""
 
     first: int
     tokens: tuple[int, ...]

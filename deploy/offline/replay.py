@@ -26,8 +26,6 @@ from services.receipts.receipt import Receipt, ReceiptError, receipts_in
 
 # Without shapes that bits depend on, passes are large: they take less time for a token.
 _TOKENS_OF_A_PASS = 384
-
-
 # So likely must a receipt's token be for its log probability to be known where another one comes out.
 _TOP_LOGPROBS = 1000
 
