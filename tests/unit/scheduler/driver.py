@@ -34,6 +34,10 @@ C = TypeVar("C", bound=Command)
 Answer = Callable[[Row], RowResult | None]
 
 
+def prompt_of(sequence_id: int, length: int) -> tuple[int, ...]:
+    return tuple((sequence_id * 7 + place) % 50 for place in range(length))
+
+
 class Driver:
     """Collects commands, keeps each worker's unanswered steps in order, and answers the first of them on demand."""
 
@@ -96,8 +100,7 @@ class Driver:
         return [command for move, _ in list(self.moves.values()) for command in self.moved(move)]
 
     def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
-        prompt = tuple((sequence_id * 7 + i) % 50 for i in range(prompt_length))
-        request = SequenceRequest(sequence_id, prompt, max_tokens, **more)  # type: ignore[arg-type]
+        request = SequenceRequest(sequence_id, prompt_of(sequence_id, prompt_length), max_tokens, **more)  # type: ignore[arg-type]
         return self.handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> list[Command]:

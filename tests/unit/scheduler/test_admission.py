@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import FailSequence, FinishReason, FinishSequence, RefusalCause, RefuseSequence, SendStep
-from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
+from scheduler.messages import (
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    RefusalCause,
+    RefuseSequence,
+    SequenceRequest,
+    SequenceSubmitted,
+)
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair, plain_decoding, prompt_of
 
 
 def refusal(commands: list[object]) -> RefuseSequence:
@@ -16,9 +24,8 @@ def refusal(commands: list[object]) -> RefuseSequence:
 
 def test_faulty_requests_are_refused() -> None:
     driver = pair()
-    assert refusal(driver.submit(1, prompt_length=0)).cause is RefusalCause.INVALID
-    assert refusal(driver.submit(1, max_tokens=0)).cause is RefusalCause.INVALID
-    assert refusal(driver.submit(1, draft_length=-1)).cause is RefusalCause.INVALID
+    for faulty in ({"prompt_length": 0}, {"max_tokens": 0}, {"draft_length": -1}):
+        assert refusal(driver.submit(1, **faulty)).cause is RefusalCause.INVALID
     driver.submit(1)
     twice = refusal(driver.submit(1))
     assert (twice.cause, twice.sequence_id) == (RefusalCause.INVALID, 1)
@@ -43,32 +50,28 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     assert not of_type(driver.submit(5, prompt_length=21, max_tokens=10), RefuseSequence)
 
 
-def test_without_targets_sequences_queue_and_are_checked_when_one_joins() -> None:
+def test_without_targets_sequences_queue_and_are_checked_whenever_targets_change() -> None:
     driver = Driver()
     assert driver.submit(1, prompt_length=100) == []
     assert driver.submit(2, prompt_length=3) == []
-    commands = driver.join("target", max_length=50)
+    commands = driver.join("small", max_length=50)
     (failed,) = of_type(commands, FailSequence)
     assert failed.sequence_id == 1
     assert "119 positions" in failed.error
-    assert [row.sequence_id for row in driver.outstanding("target")[0].rows] == [2]
-
-
-def test_a_sequence_that_only_a_lost_target_could_hold_fails_instead_of_blocking_the_queue() -> None:
-    driver = Driver()
+    assert [row.sequence_id for row in driver.steps["small"][0].rows] == [2]
     driver.join("large", max_length=500)
-    driver.join("small", max_length=50)
-    driver.submit(1, prompt_length=100)
-    commands = driver.lose("large")
-    assert [failed.sequence_id for failed in of_type(commands, FailSequence)] == [1]
+    driver.submit(3, prompt_length=100)
+    lost = driver.lose("large")
+    assert [failed.sequence_id for failed in of_type(lost, FailSequence)] == [3]
 
 
 def test_the_queue_is_bounded_in_sequences() -> None:
     driver = Driver(max_running=2, max_queued_sequences=3)
     driver.join("target")
+    # Those who come before the next plan need not queue where there is room.
     for sequence_id in range(5):
-        assert not of_type(driver.submit(sequence_id), RefuseSequence)
-    refused = refusal(driver.submit(5))
+        assert driver.core.apply(SequenceSubmitted(SequenceRequest(sequence_id, (1, 2), 5)), 0.0) == []
+    (refused,) = of_type(driver.submit(5), RefuseSequence)
     assert refused.cause is RefusalCause.QUEUE_FULL
     assert "3 sequences wait, the limit is 3" in refused.message
     driver.cancel(4)
@@ -92,11 +95,7 @@ def test_a_resubmitted_sequence_goes_on_where_its_output_stopped() -> None:
     driver.submit(0)
     driver.submit(1)
     assert refusal(driver.submit(2)).cause is RefusalCause.QUEUE_FULL
-    fresh = Driver()
-    fresh.join("target")
-    fresh.submit(7, max_tokens=12)
-    fresh.settle()
-    whole = outputs(fresh, 7)
+    whole = plain_decoding(SequenceRequest(7, prompt_of(7, 3), 12))[0]
     assert driver.submit(7, max_tokens=12, committed_output=tuple(whole[:5])) == []  # was admitted once: let in again
     assert driver.submit(8, admitted_before=True) == []
     assert refusal(driver.submit(9)).cause is RefusalCause.QUEUE_FULL
@@ -116,15 +115,3 @@ def test_a_resubmitted_sequence_that_was_complete_ends_at_once(
     commands = driver.submit(1, max_tokens=3, committed_output=committed, stop_token_ids=stop)
     assert commands == [FinishSequence(1, reason)]
     assert driver.core.snapshot().live == 0
-
-
-def test_first_come_first_served() -> None:
-    driver = Driver(max_running=2)
-    driver.join("target", pages=20, page_size=4)
-    driver.submit(0, prompt_length=10, max_tokens=5)
-    driver.submit(1, prompt_length=60, max_tokens=5)
-    driver.submit(2, prompt_length=2, max_tokens=5)
-    assert driver.core.snapshot().running == 1  # the long one does not fit yet, and nobody overtakes it
-    driver.settle()
-    opened = [row.sequence_id for step in of_type(driver.log, SendStep) for row in step.rows if row.opening]
-    assert opened == [0, 1, 2]

@@ -6,14 +6,13 @@ import pytest
 
 from scheduler.config import Policy
 from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
-from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type, outputs, plain_decoding
+from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type, outputs, plain_decoding, prompt_of
 
 PROMPT, COUNT = 3, 40
 
 
 def right_output(sequence_id: int) -> tuple[int, ...]:
-    prompt = tuple((sequence_id * 7 + place) % 50 for place in range(PROMPT))
-    return tuple(plain_decoding(SequenceRequest(sequence_id, prompt, COUNT))[0])
+    return tuple(plain_decoding(SequenceRequest(sequence_id, prompt_of(sequence_id, PROMPT), COUNT))[0])
 
 
 @pytest.mark.parametrize("policy", list(Policy))
