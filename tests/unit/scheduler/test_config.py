@@ -64,7 +64,9 @@ def test_names_of_classes_are_there_and_differ() -> None:
         ("min_tokens", (0, LAST_TOKEN), (-1, LAST_TOKEN + 1)),
     ],
 )
-def test_every_limit_of_sampling_is_included(field: str, included: tuple[float, float], beyond: tuple[float, float]) -> None:
+def test_every_limit_of_sampling_is_included(
+    field: str, included: tuple[float, float], beyond: tuple[float, float]
+) -> None:
     for value in included:
         assert getattr(SamplingParameters(**{field: value}), field) == value  # type: ignore[arg-type]
     for value in beyond:

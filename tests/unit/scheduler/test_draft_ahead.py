@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import Command, EmitTokens, Outcome, Role, Row, RowResult, SendStep
+from scheduler.messages import EmitTokens, Outcome, Role, Row, RowResult, SendStep
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
-from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
-from tests.unit.scheduler.model_worker import VOCABULARY, target_token
+from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type
+from tests.unit.scheduler.model_worker import target_token
 
 
 def seconds(step: SendStep) -> float:
@@ -18,30 +18,26 @@ def seconds(step: SendStep) -> float:
     return 0.0005 + 0.001 * passes + 0.00001 * tokens
 
 
-def drafting(pages: int = 1000, **config: object) -> Driver:
+def drafting(max_length: int = 4000, config: dict[str, object] | None = None, **request: object) -> Driver:
     """A pair whose draft is always right, with one sequence that comes with 8 tokens."""
-    driver = Driver(**{"draft_ahead": 4, "draft_length": 4, **config})
+    driver = Driver(**{"draft_ahead": 4, "draft_length": 4, **(config or {})})
     driver.join("target")
-    driver.join("draft", Role.DRAFT, pages)
-    driver.submit(1, prompt_length=8, max_tokens=40)
+    driver.join("draft", Role.DRAFT, max_length=max_length)
+    driver.submit(1, prompt_length=8, **{"max_tokens": 40, **request})
     return driver
 
 
-def draft(driver: Driver, instead: Answer | None = None) -> list[Command]:
-    return driver.answer("draft", instead, seconds(driver.steps["draft"][0]))
+def draft(driver: Driver, instead: Answer | None = None) -> None:
+    driver.answer("draft", instead, seconds(driver.steps["draft"][0]))
 
 
-def rows_of(driver: Driver, worker_id: str) -> list[Row]:
-    """Of all its steps that are not answered."""
-    return [row for step in driver.steps[worker_id] for row in step.rows]
-
-
-def verify(driver: Driver, sequence_id: int = 1) -> Row:
-    """Goes on until draft tokens of the sequence are verified; returns the target's row."""
+def verify(driver: Driver) -> tuple[Row, list[Row]]:
+    """Goes on until draft tokens are verified; returns the target's row, and those of the draft meanwhile."""
     for _ in range(20):
-        for row in rows_of(driver, "target"):
-            if row.sequence_id == sequence_id and row.draft_tokens:
-                return row
+        for step in driver.steps["target"]:
+            for row in step.rows:
+                if row.draft_tokens:
+                    return row, [row for step in driver.steps["draft"] for row in step.rows]
         if driver.steps["draft"]:
             draft(driver)
         else:
@@ -49,27 +45,17 @@ def verify(driver: Driver, sequence_id: int = 1) -> Row:
     raise AssertionError("never verified")
 
 
-def preparing(driver: Driver) -> Row:
-    """The one row of the draft, which prepares for the verification under way."""
-    verify(driver)
-    (row,) = driver.only_step("draft").rows
-    assert row.outcomes
-    return row
-
-
-def prepares(driver: Driver, right: bool = True, length: int = 3) -> Answer:
-    """The draft's answer with a single outcome, the one that comes or another one."""
+def finds_three_tokens(driver: Driver) -> Answer:
+    """The draft's answer to a row that prepares: the outcome that comes, and a proposal of three tokens for it."""
 
     def answer(row: Row) -> RowResult:
         result = driver.workers["draft"].run_row(row)
-        held = list(driver.workers["draft"].held[row.sequence_id].tokens)
+        held = driver.workers["draft"].held[row.sequence_id].tokens
         follows = DigestedTokens(held)
-        for _ in range(length + 1):
+        for _ in range(4):
             follows.extend([target_token(follows.digest(len(follows)))])
         token, *proposal = follows.tokens[len(held) :]
-        if not right:
-            token = (token + 1) % VOCABULARY
-        result.outcomes = (Outcome(len(row.draft_tokens), token, tuple(proposal), bytes([200] * len(proposal))),)
+        result.outcomes = (Outcome(len(row.draft_tokens), token, tuple(proposal), bytes([200] * 3)),)
         return result
 
     return answer
@@ -80,60 +66,46 @@ def counted(driver: Driver) -> tuple[int, int]:
     return snapshot.outcomes_sought, snapshot.outcomes_found
 
 
-def prepared_rows(driver: Driver) -> list[Row]:
-    """All that were ever sent."""
-    return [row for step in of_type(driver.log, SendStep) for row in step.rows if row.outcomes]
-
-
-# --- what is asked of the draft ---
-
-
-def test_an_idle_draft_prepares_for_what_is_verified() -> None:
-    driver = drafting()
-    verified, row = verify(driver), preparing(driver)
-    assert (row.draft_tokens, row.outcomes, row.draft_length, row.sample) == (verified.draft_tokens, 4, 4, False)
-    assert row.kv_len + len(row.tokens) == verified.kv_len + len(verified.tokens) == 9
-    check_to_the_end(driver, 1)
-
-
-@pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "plain", "request"])
-def test_nothing_is_prepared(why: str) -> None:
-    config = {"off": {"draft_ahead": 0}, "one step at a time": {"steps_in_flight": 1}, "plain": {"draft_length": 0}}
-    driver = pair(**{"draft_ahead": 4, "draft_length": 4, **config.get(why, {})})
-    sampling = SamplingParameters(grammar=Grammar("a", frozenset({1})) if why == "grammar" else None)
-    draft_length = 0 if why == "request" else None
-    driver.submit(1, prompt_length=8, max_tokens=40, sampling=sampling, draft_length=draft_length)
+@pytest.mark.parametrize(
+    ("config", "request_fields"),
+    [
+        ({"draft_ahead": 0}, {}),
+        ({"steps_in_flight": 1}, {}),
+        ({"draft_length": 0}, {}),
+        ({}, {"draft_length": 0}),
+        ({}, {"sampling": SamplingParameters(grammar=Grammar("a", frozenset({1})))}),
+    ],
+)
+def test_nothing_is_prepared(config: dict[str, object], request_fields: dict[str, object]) -> None:
+    driver = drafting(config=config, **request_fields)
     while any(driver.steps.values()):
         if driver.steps["draft"]:
-            driver.answer("draft", seconds=seconds(driver.steps["draft"][0]))
+            draft(driver)
         if driver.steps["target"]:
             driver.answer("target")
-    assert not prepared_rows(driver)
-    assert counted(driver)[1] == 0
+    assert not any(row.outcomes for step in of_type(driver.log, SendStep) for row in step.rows)
     check_to_the_end(driver, 1)
 
 
 @pytest.mark.parametrize(("spare", "length"), [(0, None), (1, 1), (2, 2), (9, 4)])
 @pytest.mark.parametrize("bound", ["max_tokens", "max_sequence_length"])
-def test_proposals_end_where_the_sequence_does(bound: str, spare: int, length: int | None) -> None:
+def test_an_idle_draft_prepares_for_what_is_verified_up_to_the_end(bound: str, spare: int, length: int | None) -> None:
     """Of 9 tokens, 4 that are verified and the target's own: `spare` are left after these."""
     most = 14 + spare
-    driver = Driver(draft_ahead=4, draft_length=4)
-    driver.join("target")
-    driver.join("draft", Role.DRAFT, max_length=most if bound == "max_sequence_length" else 4000)
-    driver.submit(1, prompt_length=8, max_tokens=most - 8 if bound == "max_tokens" else 40)
-    assert len(verify(driver).draft_tokens) == 4
-    assert [row.draft_length for row in rows_of(driver, "draft")] == ([] if length is None else [length])
+    driver = drafting(max_length=most) if bound == "max_sequence_length" else drafting(max_tokens=most - 8)
+    verified, rows = verify(driver)
+    assert len(verified.draft_tokens) == 4
+    assert [row.draft_length for row in rows] == ([] if length is None else [length])
+    for row in rows:
+        assert (row.draft_tokens, row.outcomes, row.sample) == (verified.draft_tokens, 4, False)
+        assert row.kv_len + len(row.tokens) == verified.kv_len + len(verified.tokens) == 9
     check_to_the_end(driver, 1)
-
-
-# --- the verdict ---
 
 
 def test_after_a_hit_the_next_verification_needs_no_draft_step() -> None:
     driver = drafting()
-    preparing(driver)
-    draft(driver, prepares(driver))
+    verify(driver)
+    draft(driver, finds_three_tokens(driver))
     driver.answer("target")
     (row,) = driver.only_step("target").rows
     # It goes on with four accepted tokens and the target's own.
@@ -147,28 +119,16 @@ def test_after_a_hit_the_next_verification_needs_no_draft_step() -> None:
     check_to_the_end(driver, 1)
 
 
-def test_after_a_miss_the_draft_proposes() -> None:
-    driver = drafting()
-    preparing(driver)
-    draft(driver, prepares(driver, right=False))
-    driver.answer("target")
-    (row,) = driver.only_step("draft").rows
-    assert (row.kv_len, len(row.tokens), row.draft_length, row.outcomes) == (13, 1, 4, 0)
-    assert not driver.steps["target"]
-    assert counted(driver) == (1, 0)
-    check_to_the_end(driver, 1)
-
-
 def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
     driver = drafting()
-    row = preparing(driver)
+    _, rows = verify(driver)
     driver.answer("target")
     first, second = driver.steps["draft"]
-    assert first.rows == (row,)
+    assert list(first.rows) == rows
     (proposes,) = second.rows
     assert (proposes.kv_len + len(proposes.tokens), proposes.draft_length, proposes.outcomes) == (14, 4, 0)
     # Too late, right as it is: the proposal under way is what counts.
-    assert not draft(driver, prepares(driver))
+    draft(driver, finds_three_tokens(driver))
     assert not driver.steps["target"]
     assert driver.core.snapshot().drafting == 1
     draft(driver)

@@ -10,7 +10,6 @@ from scheduler.key_class import KeyClass
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, RefusalCause, RefuseSequence
 from tests.unit.scheduler.driver import Driver, of_type
 
-
 NUMBERS = itertools.count(1000)
 
 
