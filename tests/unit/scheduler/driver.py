@@ -133,8 +133,15 @@ class Driver:
                     self.answer(worker_id)
         raise AssertionError("the workers never come to rest")
 
-    def outstanding(self, worker_id: str) -> list[SendStep]:
-        return self.steps[worker_id]
+    def until_asked(self, worker_id: str, asked: Callable[[Row], object]) -> Row:
+        """Answers targets, and drafts where none has a step, until a row of the worker's first step is of this kind."""
+        for _ in range(100):
+            for row in self.steps[worker_id][0].rows if self.steps[worker_id] else ():
+                if asked(row):
+                    return row
+            ready = [name for name, steps in self.steps.items() if steps]
+            self.answer(min(ready, key=lambda name: self.workers[name].spec.role is not Role.TARGET))
+        raise AssertionError("never asked")
 
     def only_step(self, worker_id: str) -> SendStep:
         (step,) = self.steps[worker_id]

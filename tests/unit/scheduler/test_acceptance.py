@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from scheduler.batching.verify_steps import most_promising
 from scheduler.config import Policy
-from scheduler.messages import Role, Row, RowResult, SendStep
-from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
+from scheduler.messages import Role, Row, RowResult
+from tests.unit.scheduler.driver import Driver, check_to_the_end
 
 falling = st.lists(st.floats(0, 1), max_size=4).map(lambda chances: sorted(chances, reverse=True))
 
@@ -32,10 +32,10 @@ def test_no_other_choice_promises_more(chances: list[list[float]], room: int) ->
 CONFIDENCES = {1: bytes([250, 10, 10]), 2: bytes([250, 250, 250]), 3: bytes([10, 10, 10]), 4: b""}
 
 
-def proposing(packed: int) -> Driver:
-    """Four sequences, of which a draft has proposed three tokens each, as sure of them as CONFIDENCES."""
+def test_where_room_is_short_the_least_promising_tokens_are_left_out_and_no_row() -> None:
+    """Of four sequences, of which a draft has proposed three tokens each, as sure of them as CONFIDENCES."""
     driver = Driver(policy=Policy.EQSPEC, batch_size=4, draft_length=3, wait_bound_steps=100.0)
-    driver.join("target", packed=packed)
+    driver.join("target", packed=10)
     driver.join("draft", Role.DRAFT)
     for sequence_id in CONFIDENCES:
         driver.submit(sequence_id, max_tokens=30)
@@ -44,22 +44,12 @@ def proposing(packed: int) -> Driver:
         result = driver.workers["draft"].run_row(row)
         return replace(result, confidences=CONFIDENCES[row.sequence_id] if result.tokens else b"")
 
-    while not any(row.draft_tokens for step in driver.steps["target"] for row in step.rows):
-        if driver.steps["target"]:
-            driver.answer("target")
-        else:
-            driver.answer("draft", instead=propose)
-    return driver
-
-
-def test_where_room_is_short_the_least_promising_tokens_are_left_out_and_no_row() -> None:
-    driver = proposing(packed=10)
-    (step,) = (step for step in driver.steps["target"] if step.group is not None)
+    while driver.steps["target"]:
+        driver.answer("target")
+    while driver.steps["draft"]:
+        driver.answer("draft", instead=propose)
+    step = driver.only_step("target")
     assert {row.sequence_id: len(row.draft_tokens) for row in step.rows} == {1: 1, 2: 3, 3: 0, 4: 2}
     assert step.group is not None
     assert not step.group.equal_length
-    driver.settle()
-    for sequence_id in CONFIDENCES:
-        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
-    steps = of_type(driver.log, SendStep)
-    assert max(sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) for step in steps) == 10
+    check_to_the_end(driver, *CONFIDENCES)

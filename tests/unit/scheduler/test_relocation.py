@@ -61,19 +61,6 @@ def test_moves_are_few_at_a_time_and_the_others_decode_on() -> None:
     check_to_the_end(driver, *range(1, 8))
 
 
-def test_without_moving_the_kv_is_computed_anew() -> None:
-    driver = cell(KvMovement.NEVER)
-    driver.drain("old")
-    commands = driver.answer("old")
-    assert not of_type(commands, MoveKv)
-    (row,) = driver.only_step("new").rows
-    assert row.kv_len == 0
-    assert row.opening is not None
-    assert row.sample
-    assert driver.core.snapshot().moves.rehomed == 1
-    check_to_the_end(driver, 1)
-
-
 def test_the_measured_times_decide() -> None:
     driver = cell(KvMovement.AUTO, sequences=2)
     driver.drain("old")

@@ -7,7 +7,6 @@ import pytest
 from scheduler.messages import (
     EmitTokens,
     FailSequence,
-    FinishSequence,
     Row,
     RowResult,
     RowStatus,
@@ -18,15 +17,18 @@ from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURE
 from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
 
 
-def until_verifying(driver: Driver, sequence_id: int = 1) -> Row:
-    """Goes on until a row with draft tokens of the sequence is the target's next."""
-    for _ in range(100):
-        for step in driver.steps["target"][:1]:
-            for row in step.rows:
-                if row.sequence_id == sequence_id and row.draft_tokens:
-                    return row
-        driver.answer("target" if driver.steps["target"] else "draft")
-    raise AssertionError("never verified")
+def until_verifying(driver: Driver) -> Row:
+    return driver.until_asked("target", lambda row: row.sequence_id == 1 and row.draft_tokens)
+
+
+def answer_all(driver: Driver, worker_id: str, instead: Answer) -> None:
+    """All steps, those of this worker in its place."""
+    for _ in range(500):
+        ready = next((name for name, steps in driver.steps.items() if steps), None)
+        if ready is None:
+            return
+        driver.answer(ready, instead=instead if ready == worker_id else None)
+    raise AssertionError("it is asked for ever")
 
 
 def for_row(sequence_id: int, make: Answer) -> Answer:
@@ -37,40 +39,22 @@ def status(kind: RowStatus, error: str = "") -> Answer:
     return lambda row: RowResult(row.sequence_id, kind, 0, 0, error=error)
 
 
-def next_row(driver: Driver, worker_id: str, sequence_id: int = 1) -> Row:
-    for _ in range(20):
-        for step in driver.steps[worker_id]:
-            for row in step.rows:
-                if row.sequence_id == sequence_id:
-                    return row
-        driver.answer(next(w for w, steps in driver.steps.items() if steps))
-    raise AssertionError("no further row")
-
-
 def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     driver = pair()
     driver.submit(1, prompt_length=9)
     driver.submit(2, prompt_length=9)
-    broken = for_row(1, status(RowStatus.KV_MISMATCH, "odd"))
-    for _ in range(500):
-        if driver.steps["target"]:
-            driver.answer("target", instead=broken)
-        elif driver.steps["draft"]:
-            driver.answer("draft")
+    answer_all(driver, "target", for_row(1, status(RowStatus.KV_MISMATCH, "odd")))
     (failed,) = of_type(driver.log, FailSequence)
     assert failed.sequence_id == 1
     assert failed.error.startswith("target worker target answered kv_mismatch: odd, ")
     assert str(MAX_TARGET_FAILURES + 1) in failed.error
-    assert [f.sequence_id for f in of_type(driver.log, FinishSequence)] == [2]
     check_to_the_end(driver, 2)
 
 
 def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
     driver = pair(prefill_chunk=4)
     driver.submit(1, prompt_length=9)
-    for _ in range(50):
-        if driver.steps["target"]:
-            driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, 0, 1))
+    answer_all(driver, "target", lambda row: RowResult(1, RowStatus.OK, 0, 1))
     assert [failed.sequence_id for failed in of_type(driver.log, FailSequence)] == [1]
 
 
@@ -103,15 +87,14 @@ def test_an_answer_that_cannot_be_is_not_committed(tokens: tuple[int, ...], acce
 def test_a_proposal_longer_than_asked_is_cut() -> None:
     driver = pair(draft_length=2)
     driver.submit(1, prompt_length=9)
-    while not any(row.draft_length for step in driver.steps["draft"] for row in step.rows):
-        driver.answer("target" if driver.steps["target"] else "draft")
+    driver.until_asked("draft", lambda row: row.draft_length)
 
     def eager(row: Row) -> RowResult:
         result = driver.workers["draft"].run_row(row)
         return RowResult(1, RowStatus.OK, result.kv_len, result.prefix_digest, (*result.tokens, 7, 7, 7))
 
     driver.answer("draft", instead=eager)
-    assert len(next_row(driver, "target").draft_tokens) == 2
+    assert len(until_verifying(driver).draft_tokens) == 2
     check_to_the_end(driver, 1)
 
 
@@ -147,11 +130,7 @@ def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
 def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
     driver = pair()
     driver.submit(1, prompt_length=9, max_tokens=30)
-    for _ in range(300):
-        if driver.steps["draft"]:
-            driver.answer("draft", instead=status(kind))
-        elif driver.steps["target"]:
-            driver.answer("target")
+    answer_all(driver, "draft", status(kind))
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert len(rows) == MAX_DRAFT_FAILURES
     assert not of_type(driver.log, FailSequence)

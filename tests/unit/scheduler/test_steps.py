@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.config import Policy
 from scheduler.messages import FinishSequence, Role, SendStep
-from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type, pair
+from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs, pair
 
 
 def test_prefill_rides_in_the_step_of_a_verify_group_and_shares_its_chunk() -> None:
@@ -24,6 +24,36 @@ def test_prefill_rides_in_the_step_of_a_verify_group_and_shares_its_chunk() -> N
         (2, 5, True),
         (3, 3, False),
     ]
+
+
+def test_the_prompt_that_was_admitted_first_is_computed_first() -> None:
+    driver = Driver(prefill_chunk=10, steps_in_flight=1)
+    driver.join("target", pages=10_000)
+    for number in range(3):
+        driver.submit(number, prompt_length=15, max_tokens=1)
+    driver.settle()
+    rows = [row for step in of_type(driver.log, SendStep) for row in step.rows]
+    # What is left of a chunk goes to the next prompt.
+    assert [(row.sequence_id, len(row.tokens)) for row in rows] == [(0, 10), (0, 5), (1, 5), (1, 10), (2, 10), (2, 5)]
+
+
+def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:
+    """Two sequences decode, each in every other step, of which two are always in flight. Where chunks waited for each
+    other's answers, they would ride in every other step."""
+    driver = Driver(batch_size=1, draft_length=0, prefill_chunk=10, steps_in_flight=2)
+    driver.join("target")
+    for number in range(2):
+        driver.submit(number, max_tokens=200)
+    for _ in range(6):
+        driver.answer("target")
+    assert sorted(row.sequence_id for step in driver.steps["target"] for row in step.rows) == [0, 1]
+    driver.log.clear()
+    driver.submit(10, prompt_length=35, max_tokens=1)
+    while not outputs(driver, 10):
+        driver.answer("target")
+    steps = [[row.sequence_id for row in step.rows] for step in of_type(driver.log, SendStep)]
+    assert [10 in step for step in steps[:5]] == [True, True, True, True, False]
+    assert outputs(driver, 10) == expected(driver, 10)
 
 
 def test_a_second_step_waits_for_what_may_still_join_it() -> None:
