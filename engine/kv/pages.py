@@ -80,9 +80,9 @@ class PagePool:
         """Makes room for `positions` more and moves `length` past them. Raises OutOfPagesError."""
         end = table.length + positions
         needed = self._missing(table, end)
-        if needed > self.free_pages:
-            raise OutOfPagesError(f"{needed} more pages needed, {self.free_pages} of {self.total_pages} are free")
         if needed:
+            if needed > self.free_pages:
+                raise OutOfPagesError(f"{needed} more pages needed, {self.free_pages} of {self.total_pages} are free")
             for span, run in zip(self._spans, self._runs(table), strict=True):
                 run.pages += [self._hand_out() for _ in range(run.end, -(-end // span))]
         table.length = end
@@ -132,16 +132,17 @@ class PagePool:
             fork.runs.append(PageRun(pages, run.freed))
         return fork, copies
 
-    def truncate(self, table: PageTable, length: int) -> None:
-        """Drops the positions from `length` on, and the pages that hold none any more.
+    def truncate(self, table: PageTable, length: int) -> int:
+        """Drops the positions from `length` on, and the pages that hold none any more. Returns the new length.
 
-        A page cut within loses its key, for an append would write to it. Raises ValueError where another table shares
-        that page, or a window has left pages that it would see; `writable_length` says how far to go back instead.
+        That is the border before where `length` lies inside a page that another table shares, and 0 where a window has
+        left pages that positions from there on see. A page cut within loses its key, for an append would write to it.
         """
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
-        if self.writable_length(table, length) != length:
-            raise ValueError(f"length is {length}, must not lie inside a page that is shared or before freed ones")
+        if length == table.length:
+            return length
+        length = self._writable_length(table, length)
         for span, run in zip(self._spans, table.runs, strict=False):
             if not length:
                 keep = run.freed = 0
@@ -154,21 +155,18 @@ class PagePool:
                 self._drop(page)
             del run.pages[keep:]
         table.length = length
+        return length
 
-    def writable_length(self, table: PageTable, length: int) -> int:
-        """`length`, or the border before it where it lies inside a page that another table shares; 0 where a window has
-        left pages that it would see."""
-        if not self.rewinds and length < table.length:
+    def _writable_length(self, table: PageTable, length: int) -> int:
+        if not self.rewinds:
             length -= length % self.border
-        for border in (length, length - length % self.border):
-            runs = list(zip(self.groups, self._spans, table.runs, strict=False))
-            if any(run.freed * span > group.left_behind(border) for group, span, run in runs):
+        shared = False
+        for group, span, run in zip(self.groups, self._spans, table.runs, strict=False):
+            if run.freed and run.freed * span > group.left_behind(length):
                 return 0
-            if not any(
-                border % span and self._references[run.pages[border // span - run.freed]] > 1 for _, span, run in runs
-            ):
-                break
-        return border
+            if length % span and self._references[run.pages[length // span - run.freed]] > 1:
+                shared = True
+        return self._writable_length(table, length - length % self.border) if shared else length
 
     def free(self, table: PageTable) -> None:
         self.truncate(table, 0)
@@ -283,9 +281,10 @@ class PagePool:
 
     def _missing(self, table: PageTable, length: int) -> int:
         """Pages that the table needs to hold `length` positions, beyond those that it has."""
-        return sum(
-            max(0, -(-length // span) - run.end) for span, run in zip(self._spans, self._runs(table), strict=True)
-        )
+        missing = 0
+        for span, run in zip(self._spans, self._runs(table), strict=True):
+            missing += max(0, -(-length // span) - run.end)
+        return missing
 
     def _hand_out(self) -> int:
         if self._blank:

@@ -17,7 +17,7 @@ def rolled_back_on_error(pool: PagePool, tables: Sequence[PageTable]) -> Iterato
         yield starts
     except BaseException:
         for table, start in zip(tables, starts, strict=True):
-            pool.truncate(table, pool.writable_length(table, min(start, table.length)))
+            pool.truncate(table, min(start, table.length))
         raise
 
 

@@ -82,7 +82,7 @@ class ModelRunner:
             if self.lead is not None:
                 self.lead.scrub(group, places, offset)
             self.kv.scrub(group, places, offset)
-        pool.truncate(table, pool.writable_length(table, length))
+        pool.truncate(table, length)
 
     @torch.inference_mode()
     def run(

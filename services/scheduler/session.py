@@ -201,6 +201,7 @@ class GatewaySession:
                     await self._has_news.wait()
             except TimeoutError:
                 logger.debug("nothing to tell gateway %s", self.gateway_id)
+            await asyncio.sleep(0)  # the workers' next steps are written first
             await write(self._reply(events=self._events()))
 
     def _reply(self, **content: Any) -> scheduler_pb2.SessionReply:

@@ -259,21 +259,22 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         replies: dict[int, worker_pb2.RowReply] = {}
         running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
         seen: set[int] = set()
+        outcomes = rows[0].outcomes if rows else 0
         for index, row in enumerate(rows):
-            if row.sequence_id in seen:
-                replies[index] = _failure(
-                    row.sequence_id, f"sequence_id {row.sequence_id} comes twice in the step", RowStatus.INVALID
-                )
+            sequence_id = row.sequence_id
+            if sequence_id in seen:
+                error = f"sequence_id {sequence_id} comes twice in the step"
+                replies[index] = _failure(sequence_id, error, RowStatus.INVALID)
                 continue
-            seen.add(row.sequence_id)
-            if bool(row.outcomes) != bool(rows[0].outcomes):
-                error = f"outcomes is {row.outcomes}, and {rows[0].outcomes} in the first row: all rows have it or none"
-                replies[index] = _failure(row.sequence_id, error, RowStatus.INVALID)
+            seen.add(sequence_id)
+            if bool(row.outcomes) != bool(outcomes):
+                error = f"outcomes is {row.outcomes}, and {outcomes} in the first row: all rows have it or none"
+                replies[index] = _failure(sequence_id, error, RowStatus.INVALID)
                 continue
             try:
                 prepared = self._sequences.prepare(row)
             except RowRejectedError as rejected:
-                replies[index] = _rejection(row.sequence_id, rejected)
+                replies[index] = _rejection(sequence_id, rejected)
                 continue
             if prepared.tokens:
                 running.append((index, prepared, row))

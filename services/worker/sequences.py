@@ -126,22 +126,25 @@ class WorkerSequences:
         Raises RowRejectedError, which says what the worker then holds of the sequence.
         """
         held = self._find(row)
-        if row.kv_len > held.table.length:
+        kv_len, row_tokens = row.kv_len, list(row.tokens)
+        if kv_len > held.table.length:
             raise RowRejectedError(
-                RowStatus.KV_MISMATCH, f"kv_len is {row.kv_len}, the worker has {held.table.length}", held
+                RowStatus.KV_MISMATCH, f"kv_len is {kv_len}, the worker has {held.table.length}", held
             )
-        if row.prefix_digest != held.tokens.digest(row.kv_len):
-            raise RowRejectedError(
-                RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
-            )
-        end = row.kv_len + len(row.tokens)
-        kept = self._kept(held, row)
+        if row.prefix_digest != held.tokens.digest(kv_len):
+            error = f"the worker has other tokens than expected in [0, {kv_len})"
+            raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
+        end = kv_len + len(row_tokens)
+        kept = self._kept(held, row, row_tokens)
         # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page. So
         # is everything where pages that a window would see are freed.
-        start = self._pool.writable_length(held.table, kept)
+        start = self._pool.truncate(held.table, kept)
         held.sampled = None
-        fed = [*held.history[start : row.kv_len], *row.tokens[max(0, start - row.kv_len) :]]
-        self._truncate(held, start)
+        fed = [*held.history[start:kv_len], *row_tokens[max(0, start - kv_len) :]]
+        if start < len(held.tokens):
+            held.truncate_tokens(start)
+            if held.page_keys is not None:
+                del held.page_keys[start // self._pool.page_size + 1 :]
         held.tokens.extend(fed)
         self._take_over(
             held, end, row.sample or row.draft_length > 0, row.scoring.first if row.HasField("scoring") else None
@@ -314,7 +317,7 @@ class WorkerSequences:
         held.untouched = False
         return held
 
-    def _kept(self, held: WorkerSequence, row: worker_pb2.Row) -> int:
+    def _kept(self, held: WorkerSequence, row: worker_pb2.Row, tokens: Sequence[int]) -> int:
         """How many positions the row leaves of its sequence: `kv_len`, and those of the row's own tokens that have KV.
 
         A token whose logits are wanted is fed in any case. A target that has KV of all the row's tokens keeps what lies
@@ -322,20 +325,14 @@ class WorkerSequences:
         """
         if held.table.length == row.kv_len or row.HasField("parameters"):
             return row.kv_len
-        end = row.kv_len + len(row.tokens)
+        end = row.kv_len + len(tokens)
         most = min(end - (row.sample or row.draft_length > 0), held.table.length)
         if row.HasField("scoring"):
             most = min(most, row.scoring.first - 1)
         kept = row.kv_len
-        while kept < most and held.history[kept] == row.tokens[kept - row.kv_len]:
+        while kept < most and held.history[kept] == tokens[kept - row.kv_len]:
             kept += 1
         return held.table.length if kept == end and self._role is Role.TARGET else kept
-
-    def _truncate(self, sequence: WorkerSequence, length: int) -> None:
-        self._pool.truncate(sequence.table, length)
-        sequence.truncate_tokens(length)
-        if sequence.page_keys is not None:
-            del sequence.page_keys[length // self._pool.page_size + 1 :]
 
     def _take_over(self, sequence: WorkerSequence, end: int, computes: bool, scored: int | None) -> None:
         """Takes over known pages of the tokens up to `end`, or of all committed tokens where the row only computes KV.
@@ -388,37 +385,39 @@ def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
 
 def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    if not row.tokens and not row.known_tokens:
+    tokens, draft_tokens, draft_length = row.tokens, row.draft_tokens, row.draft_length
+    fed = len(tokens) + row.known_tokens
+    if not fed:
         raise ValueError("tokens is empty, must hold at least one token to feed")
     if role is Role.DRAFT:
-        if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):
+        if row.sample or row.HasField("scoring") or (draft_tokens and not row.outcomes):
             raise ValueError(
                 "sample, scoring, and draft_tokens without outcomes are for target workers, this is a draft worker"
             )
-        if row.outcomes and not row.draft_length:
+        if row.outcomes and not draft_length:
             raise ValueError(f"draft_length is 0 with {row.outcomes} outcomes, must be at least 1")
         # After an outcome, the token that the target chose is fed as well.
-        behind = len(row.draft_tokens) + row.draft_length if row.outcomes else max(row.draft_length - 1, 0)
+        behind = len(draft_tokens) + draft_length if row.outcomes else max(draft_length - 1, 0)
     else:
         if row.outcomes:
             raise ValueError(f"outcomes is {row.outcomes}, must be 0 on a target worker")
-        if row.draft_length and not (engine.head_id and row.sample):
+        if draft_length and not (engine.head_id and row.sample):
             raise ValueError(
-                f"draft_length is {row.draft_length}, must be 0 on a target worker without a head, and without sample"
+                f"draft_length is {draft_length}, must be 0 on a target worker without a head, and without sample"
             )
-        if row.draft_tokens and not row.sample:
+        if draft_tokens and not row.sample:
             raise ValueError("draft_tokens came without sample, nothing would verify them")
-        behind = len(row.draft_tokens)
+        behind = len(draft_tokens)
         if row.HasField("scoring"):
             _check_scoring(row, engine)
     most = engine.max_sequence_length
-    length = row.kv_len + len(row.tokens) + row.known_tokens + behind
+    length = row.kv_len + fed + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
-    if row.tokens:
-        _check_tokens("tokens", row.tokens, engine)
-    if row.draft_tokens:
-        _check_tokens("draft_tokens", row.draft_tokens, engine)
+    if tokens:
+        _check_tokens("tokens", tokens, engine)
+    if draft_tokens:
+        _check_tokens("draft_tokens", draft_tokens, engine)
     if row.HasField("parameters") and (committed := row.parameters.committed_tokens):
         if len(committed) > most:
             raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")
