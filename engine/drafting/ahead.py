@@ -2,25 +2,27 @@
 
 Of a proposal, a target accepts some tokens and then chooses one itself. The draft computes the whole proposal in one
 pass, and so knows how likely each of these results is. For the likeliest ones the sequence is forked: a fork shares the
-full pages and has its own last one. All forks of all rows draft together, as rows of one pass.
+full pages and has its own last one. All forks of all rows draft together, as rows of one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.description import EngineDescription
-from engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from engine.kv.pages import OutOfPagesError, PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.ranking import RankedTokens, ranked_tokens
-from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
-from engine.steps import AheadProposal, AheadRow, Awaited, Computing, EngineTimings, RowOutcome, StepOutcome
+from engine.sampling.sampler import SamplingContext
+from engine.steps import AheadProposal, AheadRow, Awaited, Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome
+
+Propose = Callable[[Sequence[ProposeRow], Computing, Awaited], StepOutcome]
+"""A step of a draft that ends after the pass during which it became awaited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +35,6 @@ class _Result:
     chance: float
 
 
-@dataclass(slots=True, eq=False)
-class _Fork:
-    """A sequence as it is after a result, without the KV of what it feeds next."""
-
-    row: int
-    table: PageTable
-    proposal: AheadProposal
-    finite: bool = True
-
-    @property
-    def last(self) -> int:
-        """The token to feed next."""
-        return self.proposal.tokens[-1] if self.proposal.tokens else self.proposal.token
-
-
 class AheadDrafting:
     """Steps of `AheadRow`s; `token_ids` as in `DraftEngine`."""
 
@@ -56,14 +43,14 @@ class AheadDrafting:
         description: EngineDescription,
         runner: ModelRunner,
         pool: PagePool,
-        scan: LogitsScan,
         token_ids: Tensor | None,
+        propose: Propose,
     ) -> None:
         self._description = description
         self._runner = runner
         self._pool = pool
-        self._scan = scan
         self._token_ids = token_ids
+        self._propose = propose
 
     def step(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome:
         """A pass over tokens and assumed ones, then one for each token proposed; `computing` is called for each.
@@ -81,17 +68,19 @@ class AheadDrafting:
             for row, outcome, start in zip(rows, outcomes, starts, strict=True):
                 if outcome.error is not None and not outcome.out_of_pages:
                     self._runner.discard(self._pool, row.table, start)
-            forks: list[_Fork] = []
+            forks: list[ProposeRow] = []
             try:
                 if not awaited():
                     self._fork(rows, results, forks)
-                self._draft(rows, forks, timings, computing, awaited)
+                proposed = self._propose(forks, computing, awaited)
             finally:
                 for fork in forks:
                     self._pool.free(fork.table)
-        for fork in forks:
-            if fork.finite and fork.proposal.tokens:
-                outcomes[fork.row].ahead.append(fork.proposal)
+        timings.add(proposed.timings)
+        for result, of_fork in zip(results, proposed.rows, strict=False):
+            if of_fork.tokens and of_fork.error is None:
+                proposal = AheadProposal(result.accepted, result.token, of_fork.tokens, of_fork.confidences)
+                outcomes[result.row].ahead.append(proposal)
         return StepOutcome(outcomes, timings)
 
     def _feed(
@@ -146,8 +135,8 @@ class AheadDrafting:
                 results += _likeliest(index, finite, rows[index].outcomes)
         return results
 
-    def _fork(self, rows: Sequence[AheadRow], results: Sequence[_Result], forks: list[_Fork]) -> None:
-        """Adds a fork for each of the results, as far as pages last."""
+    def _fork(self, rows: Sequence[AheadRow], results: Sequence[_Result], forks: list[ProposeRow]) -> None:
+        """Adds a sequence as it is after each of the results, as far as pages last."""
         copies: list[tuple[int, int]] = []
         for result in results:
             row = rows[result.row]
@@ -156,61 +145,10 @@ class AheadDrafting:
                 table, copied = self._pool.fork(row.table, length)
             except OutOfPagesError:
                 break
-            forks.append(_Fork(result.row, table, AheadProposal(result.accepted, result.token)))
+            history = [*row.history, *row.assumed[: result.accepted], result.token]
+            forks.append(ProposeRow(table, [result.token], row.draft_length, history, row.prompt_length, row.sampling))
             copies += copied
         self._runner.kv.copy_pages(copies)
-
-    def _draft(
-        self,
-        rows: Sequence[AheadRow],
-        forks: Sequence[_Fork],
-        timings: EngineTimings,
-        computing: Computing,
-        awaited: Awaited,
-    ) -> None:
-        """Proposes token by token, until every fork has its tokens or no page, or somebody waits."""
-        growing = [fork for fork in forks if self._grows(rows, fork)]
-        while growing:
-            sizes = [1] * len(growing)
-            for batch in split_by_rows(range(len(growing)), sizes, self._description.max_num_batched_tokens):
-                if awaited():
-                    return
-                self._pass(rows, [growing[place] for place in batch], timings, computing)
-            growing = [fork for fork in growing if self._grows(rows, fork)]
-
-    def _grows(self, rows: Sequence[AheadRow], fork: _Fork) -> bool:
-        """Makes room for the next token, if the fork is to propose another one after that."""
-        if not fork.finite or len(fork.proposal.tokens) == rows[fork.row].draft_length:
-            return False
-        if not self._pool.can_append(fork.table, 1):
-            return False
-        self._pool.append(fork.table, 1)
-        return True
-
-    def _pass(
-        self, rows: Sequence[AheadRow], forks: Sequence[_Fork], timings: EngineTimings, computing: Computing
-    ) -> None:
-        """Feeds each fork its last token and adds one to its proposal."""
-        result = self._runner.run([BatchedSequence(fork.table, [fork.last], 1) for fork in forks], computing)
-        timings.add(result.timings)
-        logits = result.logits[:, : self._description.vocabulary_size]
-        contexts = []
-        for fork in forks:
-            row, proposal = rows[fork.row], fork.proposal
-            contexts.append(_context(row, [*row.assumed[: proposal.accepted], proposal.token, *proposal.tokens]))
-        tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
-        probabilities = probabilities_of(logits, tokens, self._token_ids, self._scan)
-        for fork, token, probability in zip(forks, tokens, probabilities, strict=True):
-            if token is None:
-                # Only this result is lost: the row's own KV gave finite logits.
-                fork.finite = False
-                size = self._pool.page_size
-                own = rows[fork.row].table.length - len(rows[fork.row].assumed) + fork.proposal.accepted
-                self._runner.discard(self._pool, fork.table, own - own % size)
-            else:
-                fork.proposal.tokens.append(token)
-                fork.proposal.confidences.append(probability)
-        timings.add_pass(*result.clock.seconds())
 
 
 def _likeliest(row: int, places: Sequence[RankedTokens], count: int) -> list[_Result]:

@@ -69,7 +69,7 @@ class DraftEngine:
         self._grammars = grammars
         limit, size = description.max_num_batched_tokens, description.vocabulary_size
         self._chained = ChainedPasses(runner, limit, size, scan, token_ids) if chained else None
-        self._ahead = AheadDrafting(description, runner, pool, scan, token_ids)
+        self._ahead = AheadDrafting(description, runner, pool, token_ids, self._step)
 
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
@@ -77,15 +77,23 @@ class DraftEngine:
 
         A row without pages for its missing tokens fails alone; one that runs out while proposing proposes less.
         """
+        return self._step(rows, computing)
+
+    def _step(self, rows: Sequence[ProposeRow], computing: Computing, awaited: Awaited | None = None) -> StepOutcome:
+        """With `awaited`, the model makes every proposal, and no pass begins any more once it says so."""
         outcomes = [RowOutcome([]) for _ in rows]
         timings = EngineTimings()
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
-            feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
-            if self._chained is not None and all(self._is_plain(rows[index]) for index in drafting):
+            if awaited is None:
+                feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
+            else:
+                feed = {index: rows[index].tokens for index in drafting}
+            chains = awaited is None and all(self._is_plain(rows[index]) for index in drafting)
+            if self._chained is not None and chains:
                 self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing)
                 drafting = []
-            while drafting:
+            while drafting and not (awaited is not None and awaited()):
                 at_end = self._pass(rows, drafting, feed, outcomes, timings, computing)
                 drafting = [i for i in drafting if i not in at_end and self._goes_on(rows[i], outcomes[i])]
                 feed = {index: outcomes[index].tokens[-1:] for index in drafting}

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.sampling.logits_shaping import deficits, filters_tokens, kept_tokens
 from engine.sampling.noise import noise_bits, row_key
 from engine.sampling.sampler import SamplingContext, row_blocks, shaped_scores
-
-_BUCKET = 128
-_LOW_BITS = 0xFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -40,9 +36,8 @@ def ranked_tokens(
 ) -> list[RankedTokens | None]:
     """Of each row of logits [R, V], the share of the token `asked` about, and the `count` likeliest ones but for that.
 
-    Fewer where filters leave fewer. Of equal ones the lowest id comes first. A token without a column has the share 0,
-    as has None. `token_ids` as in `sample_tokens`, and None for the same rows. Shares may differ by rounding between
-    devices.
+    Fewer where filters leave fewer. A token without a column has the share 0, as has None. `token_ids` as in
+    `sample_tokens`, and None for the same rows. Shares may differ by rounding between devices.
     """
     found: list[RankedTokens | None] = [None] * len(rows)
     for block in _alike(logits, rows):
@@ -52,7 +47,7 @@ def ranked_tokens(
         largest = scores.amax(1)
         weights = _weights(scores, largest, contexts, token_ids)
         total = weights.sum(1)
-        columns = _largest(weights, count + 1)
+        columns = weights.topk(min(count + 1, weights.shape[1])).indices
         tokens = (columns if token_ids is None else token_ids[columns]).tolist()
         likeliest = (weights.gather(1, columns) / total[:, None]).tolist()
         shares = (_weights_of([asked[i] for i in block], weights, token_ids) / total).tolist()
@@ -108,27 +103,3 @@ def _weights_of(tokens: Sequence[int | None], weights: Tensor, token_ids: Tensor
         columns = torch.searchsorted(token_ids, asked).clamp_(max=last)
         known = token_ids[columns] == asked
     return torch.where(known, weights.gather(1, columns[:, None])[:, 0], 0.0)
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Columns of the `count` largest of each row of floats >= 0 [R, V], in order, the lowest column first among equals.
-
-    They lie in the buckets that have the `count` largest maxima in the same order: on a CPU, maxima are many times
-    faster than an order.
-    """
-    vocabulary_size = values.shape[1]
-    buckets = -(-vocabulary_size // _BUCKET)
-    padding = buckets * _BUCKET - vocabulary_size
-    # -1 is less than any value.
-    whole = pad(values, (0, padding), value=-1.0) if padding else values
-    maxima = whole.view(-1, buckets, _BUCKET).amax(2)
-    first = _ordered(maxima, torch.arange(buckets, device=values.device).expand_as(maxima), min(count, buckets))
-    lanes = (first[:, :, None] * _BUCKET + torch.arange(_BUCKET, device=values.device)).flatten(1)
-    return _ordered(whole.gather(1, lanes), lanes, min(count, vocabulary_size))
-
-
-def _ordered(values: Tensor, columns: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest values, of which each [R, N] has one: by (value descending, column)."""
-    # The bits of floats >= 0 order like the floats; with the column below them no two keys are equal.
-    keys = (values.contiguous().view(torch.int32).to(torch.int64) << 32) | (_LOW_BITS - columns)
-    return _LOW_BITS - (keys.topk(count, dim=1).values & _LOW_BITS)
