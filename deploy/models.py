@@ -16,7 +16,7 @@ from engine.drafting.token_map import map_tokens
 from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
 from engine.models.drafting_head import MTP
 from engine.models.fetching import fetch_model
-from engine.models.memory_plan import kv_tokens, plan_memory
+from engine.models.memory_plan import plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
@@ -100,11 +100,11 @@ def fetch_models(
                     raise
                 say(str(error))
                 continue
-            of_a_token = memory.kv_bytes(memory.longest) / memory.longest
+            of_a_token = memory.kv_bytes_per_token
             say(
                 f"{name} {role.value}: quantization {memory.quantization}, up to {memory.weights / 2**20:,.0f} MiB of "
                 f"weights, {of_a_token / 2**10:,.1f} KiB of KV for each token, so "
-                f"{kv_tokens(2**30, [memory]):,} tokens for each GiB"
+                f"{2**30 // of_a_token:,} tokens for each GiB"
             )
             workers.append(memory)
     if gpu_memory is None or not workers:
@@ -113,7 +113,7 @@ def fetch_models(
         kv_bytes = plan_memory(int(gpu_memory * 2**30), engine.gpu_memory_utilization, workers)
     except GpuMemoryError as error:
         raise RunError(str(error)) from error
-    say(f"a GPU of {gpu_memory:g} GiB also has room for {kv_tokens(kv_bytes[0], workers[:1]):,} tokens of KV")
+    say(f"a GPU of {gpu_memory:g} GiB also has room for {kv_bytes[0] // workers[0].kv_bytes_per_token:,} tokens of KV")
 
 
 def _max_positions(folder: Path) -> int:

@@ -69,7 +69,6 @@ def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
             engine.quantization,
             DTYPES if engine.device == "cpu" else GPU_CODE_DTYPES,
             engine.quantized_kv,
-            engine.max_model_len,
         )
     except GpuMemoryError as error:
         raise UsageError(str(error)) from error

@@ -27,9 +27,8 @@ def planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device:
         return None
     ranks = settings.tensor_parallel_size
     rows, quantization = settings.max_num_batched_tokens, settings.quantization
-    quantized_kv, longest = settings.quantized_kv, settings.max_model_len
     own = model_memory(
-        role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=quantized_kv, max_model_len=longest
+        role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=settings.quantized_kv
     )
     here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]

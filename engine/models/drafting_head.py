@@ -8,6 +8,7 @@ in the target's own folder (engine/drafting/mtp_head.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def is_drafting_head(name: str) -> bool:
     except ModelNotFoundError:
         return False
     return folder is not None and head_architecture(folder) is not None
+
+
+def is_of_mtp_layer(name: str, layers: int) -> bool:
+    """Whether a tensor of a checkpoint belongs to an MTP layer of a model of so many `layers`: the model has no place
+    for it."""
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    return "mtp" in name if number is None else int(number[1]) >= layers
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.errors import GpuMemoryError
-from engine.kv.groups import lanes_of, page_groups
 from engine.kv.kv_store import kv_row_bytes
 from engine.parallel.heads import heads_of_a_rank
 from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
-from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, KeptWeight, kept_bytes, kept_weights
+from engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMILIES, kept_bytes
 
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
@@ -34,41 +30,21 @@ _LOGITS_FLOATS = 2
 # Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
 _VECTORS = 8
 
-# Of families whose configuration may not tell layers apart: the last of so many sees everything; 0: all have windows.
-_FULL_EVERY = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "cohere2": 4,
-    "mistral": 0,
-    "mixtral": 0,
-    "phi3": 0,
-    "phimoe": 0,
-    "starcoder2": 0,
-}
-
 GPU_CODE_DTYPES = ("bfloat16", "float16")
 """Of models that keep codes on a GPU: kernels multiply them there (engine/cuda/setup.py)."""
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Bytes that a worker takes of its GPU: its model's `weights`, a `workspace` for passes of the largest size, for
-    CUDA graphs and for what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence. `window_kv_bytes`
-    are those of layers with windows, for each sequence; it has up to `longest` tokens. `quantization` says, in a word,
-    as which codes the weights are kept."""
+    CUDA graphs and for what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence, as if all layers
+    saw all of it. `quantization` says, in a word, as which codes the weights are kept."""
 
     name: str
     weights: int
     workspace: int
     kv_bytes_per_token: int
     quantization: str = NOT_QUANTIZED
-    window_kv_bytes: int = 0
-    longest: int = 1
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Of so many tokens, in sequences that are as long as they can be."""
-        return tokens * self.kv_bytes_per_token + -(-tokens // self.longest) * self.window_kv_bytes
 
     @property
     def fixed(self) -> int:
@@ -83,23 +59,18 @@ def plan_memory(total: int, utilization: float, workers: Sequence[ModelMemory]) 
     """
     allowed = int(total * utilization)
     left = allowed - sum(worker.fixed for worker in workers)
-    tokens = kv_tokens(left, workers)
+    tokens = left // sum(worker.kv_bytes_per_token for worker in workers)
     if tokens < MIN_KV_TOKENS:
         needs = ", ".join(
             f"{worker.name} {_gib(worker.weights)} of weights, {_gib(worker.workspace)} of workspace and "
-            f"{_gib(worker.kv_bytes(MIN_KV_TOKENS))} of KV for {MIN_KV_TOKENS} tokens"
+            f"{_gib(worker.kv_bytes_per_token * MIN_KV_TOKENS)} of KV for {MIN_KV_TOKENS} tokens"
             for worker in workers
         )
         raise GpuMemoryError(
             f"the GPU is too small: it has {_gib(total)}, of which gpu_memory_utilization {utilization:g} allows "
             f"{_gib(allowed)}; needed are {needs}"
         )
-    return tuple(worker.kv_bytes(tokens) for worker in workers)
-
-
-def kv_tokens(size: int, workers: Sequence[ModelMemory]) -> int:
-    """Tokens that KV of `size` bytes has room for, if all of the workers hold them."""
-    return bisect_right(range(1, max(size, 0) + 1), size, key=lambda count: sum(one.kv_bytes(count) for one in workers))
+    return tuple(worker.kv_bytes_per_token * tokens for worker in workers)
 
 
 def model_memory(
@@ -111,7 +82,6 @@ def model_memory(
     quantization: str = "auto",
     code_dtypes: Sequence[str] = GPU_CODE_DTYPES,
     quantized_kv: bool = False,
-    max_model_len: int | None = None,
 ) -> ModelMemory:
     """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 
@@ -120,11 +90,9 @@ def model_memory(
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        method = config.get("quantization_config") or {}
-        config = config.get("text_config", config)
-        own_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        dtype = own_dtype if dtype == "auto" else dtype
-        size = _DTYPE_BYTES[dtype]
+        config |= config.get("text_config", {})
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32" if dtype == "auto" else dtype
+        size = DTYPE_BYTES[dtype]
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
@@ -139,43 +107,18 @@ def model_memory(
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
-        weights, kept = kept_weights(folder, _DTYPE_BYTES[own_dtype], method, quantization)
-        keeps_codes = dtype in code_dtypes and quantization != NOT_QUANTIZED
-        if not keeps_codes or config.get("model_type") not in QUANTIZED_FAMILIES:
-            weights, kept = {name: KeptWeight(weight.numbers) for name, weight in weights.items()}, NOT_QUANTIZED
-        whole = kept_bytes(weights, size, own_heads * head_dim, config.get("intermediate_size", 0) // ranks)
-        longest = min(config.get("max_position_embeddings", sys.maxsize), max_model_len or sys.maxsize)
-        groups = page_groups(_windows(config, longest))
-        lanes = lanes_of(groups, config["num_hidden_layers"]) * 2 * own_kv_heads * kv_row
-        # Windows move on with a step, and by whole pages.
-        seen = [0 if group.window is None else group.window + 2 * max_num_batched_tokens for group in groups]
+        codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in QUANTIZED_FAMILIES
+        weights, kept = kept_bytes(folder, config, size, quantization, codes)
         return ModelMemory(
             name,
-            weights=whole // ranks + size * more,
+            weights=weights // ranks + size * more,
             workspace=workspace,
-            kv_bytes_per_token=sum(lanes // group.slices for group in groups if group.window is None),
+            kv_bytes_per_token=config["num_hidden_layers"] * 2 * own_kv_heads * kv_row,
             quantization=kept,
-            window_kv_bytes=sum(
-                lanes * min(count, longest) // group.slices for count, group in zip(seen, groups, strict=True)
-            ),
-            longest=longest,
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise GpuMemoryError(f"{folder} does not say how much memory its model takes ({reason})") from error
-
-
-def _windows(config: Mapping[str, Any], longest: int) -> list[int | None]:
-    """Of the layers, as far as the configuration says; None for those that see everything."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if not window or window >= longest:
-        return [None] * layers
-    if types := config.get("layer_types"):
-        return [window if kind == "sliding_attention" else None for kind in types]
-    every = config.get("sliding_window_pattern", _FULL_EVERY.get(config.get("model_type", "")))
-    if every is None:
-        return [None] * layers
-    return [None if every and (layer + 1) % every == 0 else window for layer in range(layers)]
 
 
 def _gib(count: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError, one_line
+from engine.models.drafting_head import is_of_mtp_layer
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,8 @@ def check_loaded(
 
     `report`: what `from_pretrained` gives for `output_loading_info`, with `ignore_mismatched_sizes`.
     """
-    unused = sorted(report["unexpected_keys"])
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", sys.maxsize)
+    unused = sorted(name for name in report["unexpected_keys"] if not is_of_mtp_layer(name, layers))
     if report["missing_keys"]:
         holds = f"; it holds {_listed(unused)}, which config.json has no place for" if unused else ""
         raise UnsupportedModelError(f"{folder.name} holds no {_listed(report['missing_keys'])}{holds}")

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from engine.errors import UnsupportedModelError
 from engine.models.weights import safetensors_files, stored_tensors
+from engine.quantization.sizes import CODE_PARTS
 from engine.quantization.weights import QuantizedWeight
 
 _FORMATS = {
@@ -22,10 +23,6 @@ _FORMATS = {
     "fp8": ("fp8",),
 }
 """Formats of each method that are read, the usual one of AWQ, GPTQ and FP8 first."""
-
-_PARTS = {"weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"}
-_PARTS |= {"qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"}
-"""Tensors that belong to a weight, or to the activations, which are not quantised here."""
 
 _FLOATS = ("F16", "BF16", "F32")
 _FLOATS_8 = ("F8_E4M3", "F8_E5M2")
@@ -100,7 +97,7 @@ def checkpoint_weights(
                 yield name, _int_weight(checkpoint, layer)
             elif kind == "weight" and stored.dtype in _FLOATS_8:
                 yield name, _float_weight(checkpoint, layer, _block(quantization))
-            elif kind not in _PARTS:
+            elif kind not in CODE_PARTS:
                 yield name, checkpoint.read(name, (*_FLOATS, "F64") if kind in ("weight", "bias") else None)
 
 

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import GpuMemoryError
 from engine.kv.paged_kv import PagedKv
-from engine.layers.linear import joined
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of
@@ -88,18 +87,19 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     assert found.workspace > 1 << 30
     in_safetensors = model_memory("target", folder, "auto", 100).weights
     assert in_safetensors == 2 * found.weights  # float32
+    weights = load_file(folder / "model.safetensors")
+    beyond = {
+        name.replace("layers.0", f"layers.{model.config.num_hidden_layers}"): one for name, one in weights.items()
+    }
+    save_file(weights | {name: one.clone() for name, one in beyond.items()}, folder / "model.safetensors")
+    assert model_memory("target", folder, "auto", 100).weights == in_safetensors  # without the MTP layer
     (folder / "model.safetensors").unlink()
     torch.save(model.float().state_dict(), folder / "pytorch_model.bin")
     assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
 
 
 def taken(model: PreTrainedModel) -> int:
-    """Bytes of all tensors, with those joined that engines join."""
-    for layer in model.base_model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        attention.q_proj = joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        mlp.gate_proj = joined([mlp.gate_proj, mlp.up_proj])
-        del attention.k_proj, attention.v_proj, mlp.up_proj
+    """Bytes of all tensors."""
     tensors = chain(model.parameters(), model.buffers())
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -126,8 +126,8 @@ def write_codes(folder: Path, method: str, group: int) -> dict[str, Any]:
             weights[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // group
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     if method != "compressed-tensors":
-        return {"quant_method": method, "bits": 4}
-    groups = {"group_0": {"weights": {"num_bits": 4}}}
+        return {"quant_method": method, "bits": 4, "group_size": group}
+    groups = {"group_0": {"weights": {"num_bits": 4, "group_size": group}}}
     return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
 
 
@@ -149,7 +149,6 @@ def test_codes_of_a_checkpoint_take_what_its_model_does(method: str, group: int,
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_takes_what_its_model_does(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several types, so that what is joined takes the bits of the widest."""
     monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
     types = {"q_proj": "Q4_0", "k_proj": "Q5_1", "v_proj": "Q4_1", "gate_proj": "Q4_0", "up_proj": "Q4_1"}
     write_model(tmp_path / "small.gguf", "llama", tied, quantized=True, types=types)
@@ -164,8 +163,7 @@ def test_a_gguf_file_takes_what_its_model_does(tied: bool, tmp_path: Path, monke
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounded_weights_take_what_their_model_does(bits: int, ranks: int, tmp_path: Path) -> None:
-    """Of two ranks, each has 48 inputs of an MLP's second layer, which stays as it is."""
-    model = tiny_model("llama", hidden_size=128)
+    model = tiny_model("llama", hidden_size=128, intermediate_size=128)
     model.save_pretrained(tmp_path)
     part = AutoModelForCausalLM.from_config(part_of(model.config, ranks), dtype=torch.bfloat16)
     round_weights(part, bits)
