@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -66,6 +66,11 @@ class AttentionForm:
     kv_lengths: tuple[int, ...]
     query_multiple: int = 1
     max_query_rows: int | None = None
+
+    @classmethod
+    def from_plain(cls, form: dict[str, Any]) -> Self:
+        """Of what JSON has kept of `dataclasses.asdict`."""
+        return cls(**(form | {"kv_lengths": tuple(form["kv_lengths"])}))
 
     def summary(self) -> str:
         limit = "any number of" if self.max_query_rows is None else f"at most {self.max_query_rows}"

@@ -62,8 +62,7 @@ def read_calibration(file: Path) -> Calibration | None:
         stored = json.loads(file.read_text(encoding="utf-8"))
         shapes = stored.pop("shapes")
         form = shapes["attention"]
-        attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])})) if form else None
-        exact = ExactShapes(tuple(shapes["row_counts"]), attention)
+        exact = ExactShapes(tuple(shapes["row_counts"]), AttentionForm.from_plain(form) if form else None)
         return Calibration(exact, **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None

@@ -13,14 +13,12 @@ from engine.cpu.attention import KernelBackend
 from engine.cpu.fused_layers import fuse_layers
 from engine.cpu.kernels import CpuKernels
 from engine.cuda.setup import GpuPasses
-from engine.kv.groups import windows_of
 from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
 from engine.layers.joined_layers import join_layers, joins_layers
 from engine.models.vocabulary import Vocabulary
 from engine.parallel.lead import Lead
-from engine.parallel.orders import RunnerPlan
 from engine.passes.runner import ModelRunner
 from engine.passes.solo import SoloBackend, SoloModel, SoloPasses
 from engine.sampling.grammars import Grammars
@@ -119,8 +117,7 @@ class LoadedModel:
     def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
         model, page_size = self.model, pool.page_size
         if self.lead is not None:
-            windows = windows_of(pool.groups)
-            self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, windows, form, tuple(row_counts)))
+            self.lead.new_runner(pool, form, row_counts)
         shape = self.kv_shape
         kv = PagedKv(
             shape.layers,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from engine.attention.backends import AttentionForm
 from engine.errors import one_line
 from engine.kv.groups import page_groups
 from engine.kv.paged_kv import PagedKvStore
-from engine.kv.pages import PagePool
+from engine.kv.pages import PagePool, PageRun, PageTable
 from engine.models.loaded_model import LoadedModel
-from engine.parallel.orders import Order, pass_from_numbers, plan_from_numbers
 from engine.parallel.ranks import Ranks
+from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -24,33 +25,40 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
     runner: ModelRunner | None = None
     while True:
         try:
-            order, *numbers = ranks.receive()
+            order = ranks.receive()
         except RuntimeError as error:
             logger.info("rank 0 is gone: %s", one_line(error))
             return
-        if order == Order.NEW_RUNNER:
-            runner = None  # its pages go before those of the next come
-            plan = plan_from_numbers(numbers)
-            pool = PagePool(plan.pages, plan.page_size, page_groups(plan.windows))
-            runner = loaded.runner(pool, plan.form, plan.row_counts)
-        elif runner is None:
-            raise RuntimeError(f"order {order} came before the first runner")
-        else:
-            _do(Order(order), numbers, runner, ranks)
+        match order:
+            case ["runner", pages, page_size, windows, form, row_counts]:
+                runner = None  # its pages go before those of the next come
+                pool = PagePool(pages, page_size, page_groups(windows))
+                runner = loaded.runner(pool, None if form is None else AttentionForm.from_plain(form), row_counts)
+            case _ if runner is not None:
+                _do(order, runner, ranks)
+            case _:
+                raise RuntimeError(f"order {order[0]} came before the first runner")
 
 
-def _do(order: Order, numbers: Sequence[int], runner: ModelRunner, ranks: Ranks) -> None:
-    if order is Order.PASS:
-        runner.run(list(pass_from_numbers(numbers)))
-        return
-    if order is Order.SCRUB:
-        group, first_offset, *places = numbers
-        runner.kv.scrub(group, places, first_offset)
-        return
+def _do(order: list[Any], runner: ModelRunner, ranks: Ranks) -> None:
     store = PagedKvStore(runner.kv, "", b"")
-    size = store.layout.page_bytes
-    if order is Order.READ_PAGE:
-        ranks.parts(torch.frombuffer(bytearray(store.read_page(numbers[0])), dtype=torch.uint8))
-    elif order is Order.WRITE_PAGE:
-        whole = ranks.share(torch.empty(ranks.size * size, dtype=torch.uint8))
-        store.write_page(numbers[0], whole[ranks.rank * size :][:size].numpy().tobytes())
+    match order:
+        case ["pass", sequences]:
+            runner.run([_sequence(*one) for one in sequences])
+        case ["scrub", group, places, first_offset]:
+            runner.kv.scrub(group, places, first_offset)
+        case ["read page", page]:
+            ranks.parts(torch.frombuffer(bytearray(store.read_page(page)), dtype=torch.uint8))
+        case ["write page", page]:
+            size = store.layout.page_bytes
+            whole = ranks.share(torch.empty(ranks.size * size, dtype=torch.uint8))
+            store.write_page(page, whole[ranks.rank * size :][:size].numpy().tobytes())
+        case _:
+            raise ValueError(f"there is no order {order[0]}")
+
+
+def _sequence(
+    runs: list[tuple[list[int], int]], length: int, tokens: list[int], logits: int, first: int, stop: int
+) -> BatchedSequence:
+    table = PageTable([PageRun(pages, freed) for pages, freed in runs], length)
+    return BatchedSequence(table, tokens, logits, range(first, stop))

@@ -1,16 +1,23 @@
-"""Rank 0's side of a worker of several ranks: the others do with their parts what it does with its own."""
+"""Rank 0's side of a worker of several ranks: the others do with their parts what it does with its own.
+
+An order is a list of JSON that begins with its name. Ranks hold the same pages, and passes are functions of their
+sequences alone, so an order for a pass holds tokens, lengths and pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
+from engine.attention.backends import AttentionForm
 from engine.errors import one_line
+from engine.kv.groups import windows_of
 from engine.kv.kv_store import KvStore
-from engine.parallel.orders import Order, RunnerPlan, pass_to_numbers, plan_to_numbers
+from engine.kv.pages import PagePool
 from engine.parallel.ranks import Ranks
 from engine.passes.layout import BatchedSequence
 
@@ -29,36 +36,43 @@ class Lead:
         self.ranks = ranks
         self._broken = broken
 
-    def new_runner(self, plan: RunnerPlan) -> None:
-        with self._together(Order.NEW_RUNNER, plan_to_numbers(plan)):
+    def new_runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> None:
+        """Passes and pages of later orders are those of the newest runner."""
+        plain = None if form is None else asdict(form)
+        with self._together("runner", pool.total_pages, pool.page_size, windows_of(pool.groups), plain, [*row_counts]):
             pass
 
     @contextmanager
     def passing(self, sequences: Sequence[BatchedSequence]) -> Iterator[None]:
         """Around a pass over the sequences."""
-        with self._together(Order.PASS, pass_to_numbers(sequences)):
+        given = []
+        for sequence in sequences:
+            table, scored = sequence.table, sequence.scored
+            runs = [(run.pages, run.freed) for run in table.runs]
+            given.append((runs, table.length, list(sequence.tokens), sequence.logits, scored.start, scored.stop))
+        with self._together("pass", given):
             yield
 
     def scrub(self, group: int, places: Sequence[int], first_offset: int) -> None:
-        with self._together(Order.SCRUB, [group, first_offset, *places]):
+        with self._together("scrub", group, [*places], first_offset):
             pass
 
     def read_page(self, page: int, own: bytes) -> bytes:
         """The bytes of every rank's page, one rank's after the other; `own` are those of this rank."""
-        with self._together(Order.READ_PAGE, [page]):
+        with self._together("read page", page):
             parts = self.ranks.parts(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         return parts.numpy().tobytes()
 
     def write_page(self, page: int, data: bytes) -> bytes:
         """Gives every rank its part of the bytes of a page; returns this rank's."""
-        with self._together(Order.WRITE_PAGE, [page]):
+        with self._together("write page", page):
             self.ranks.share(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return data[: len(data) // self.ranks.size]
 
     @contextmanager
-    def _together(self, order: Order, numbers: Sequence[int]) -> Iterator[None]:
+    def _together(self, *order: Any) -> Iterator[None]:
         try:
-            self.ranks.send([order, *numbers])
+            self.ranks.send(order)
             yield
         except Exception as error:
             self._broken(one_line(error))

@@ -7,10 +7,10 @@ every pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ import torch.distributed as dist
 _NO_LIMIT = timedelta(days=365)
 _LOOPBACK = "127.0.0.1"
 
-# Messages of up to this many numbers are one call; longer ones are two, of which the first says the length.
-_FIRST_NUMBERS = 2048
+# Messages of up to this many bytes are one call; longer ones are two. The first bytes say the length.
+_FIRST_BYTES, _LENGTH_BYTES = 1 << 14, 8
 
 
 Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"
@@ -40,26 +40,28 @@ class Ranks:
         self._tensors = tensors
         # gloo takes tensors of a GPU through the CPU.
         self._through_cpu = device.type == "cuda" and numbers is tensors
-        self._room = torch.zeros(_FIRST_NUMBERS, dtype=torch.int64)
+        self._room = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
 
-    def send(self, numbers: Sequence[int]) -> None:
-        """Rank 0 only: sends a message to all others."""
-        message = torch.tensor([len(numbers), *numbers], dtype=torch.int64)
-        first = message[:_FIRST_NUMBERS]
+    def send(self, message: object) -> None:
+        """Rank 0 only: sends what JSON can say to all others."""
+        text = json.dumps(message).encode()
+        content = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
+        first = content[:_FIRST_BYTES]
         self._room[: len(first)] = first
         self._broadcast(self._room)
-        if len(message) > _FIRST_NUMBERS:
-            self._broadcast(message[_FIRST_NUMBERS:])
+        if len(content) > _FIRST_BYTES:
+            self._broadcast(content[_FIRST_BYTES:])
 
-    def receive(self) -> list[int]:
+    def receive(self) -> Any:
         """All others: waits for the next message of rank 0."""
         self._broadcast(self._room)
-        count, *numbers = self._room.tolist()
-        if count + 1 > _FIRST_NUMBERS:
-            rest = torch.empty(count + 1 - _FIRST_NUMBERS, dtype=torch.int64)
+        content = self._room.numpy().tobytes()
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        if end > _FIRST_BYTES:
+            rest = torch.empty(end - _FIRST_BYTES, dtype=torch.uint8)
             self._broadcast(rest)
-            numbers += rest.tolist()
-        return numbers[:count]
+            content += rest.numpy().tobytes()
+        return json.loads(content[_LENGTH_BYTES:end])
 
     def share(self, content: torch.Tensor) -> torch.Tensor:
         """Rank 0's `content` on every rank; a tensor of the CPU, of equal size and dtype everywhere."""
