@@ -86,18 +86,14 @@ class Driver:
     def drain(self, worker_id: str) -> list[Command]:
         return self.handle(WorkerDraining(worker_id))
 
-    def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
+    def moved(self, move: MoveKv, seconds: float = 0.01) -> list[Command]:
         """The KV has arrived, or not: it does not where the destination is gone or has opened the sequence itself."""
         _, worker = self.moves.pop(move.move_id)
         sequence_id = move.opening.sequence_id
-        moved = moved and self.workers.get(move.destination_id) is worker and sequence_id not in worker.held
+        moved = self.workers.get(move.destination_id) is worker and sequence_id not in worker.held
         if moved:
             worker.held[sequence_id] = DigestedTokens(move.tokens)
         return self.handle(KvMoved(move.move_id, moved, seconds, 100))
-
-    def answer_moves(self) -> list[Command]:
-        """All KV that is on its way arrives, where it can."""
-        return [command for move, _ in list(self.moves.values()) for command in self.moved(move)]
 
     def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
         request = SequenceRequest(sequence_id, prompt_of(sequence_id, prompt_length), max_tokens, **more)  # type: ignore[arg-type]
@@ -127,7 +123,8 @@ class Driver:
             if not waiting and not moves:
                 return
             if moves:
-                self.answer_moves()
+                for move, _ in list(self.moves.values()):
+                    self.moved(move)
             for worker_id in waiting:
                 if self.steps[worker_id]:
                     self.answer(worker_id)

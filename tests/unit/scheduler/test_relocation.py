@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from scheduler.config import KvMovement
-from scheduler.messages import MoveKv, SendStep, WorkerDrained
+from scheduler.messages import MoveKv, WorkerDrained
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 
-def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config: object) -> Driver:
+def cell(movement: KvMovement, sequences: int, **config: object) -> Driver:
     """A target `old` with sequences in the middle of decoding, and one, `new`, that has just joined."""
     driver = Driver(kv_movement=movement, steps_in_flight=1, draft_length=0, **config)
     driver.join("old")
@@ -19,24 +19,6 @@ def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config:
     return driver
 
 
-def test_draining_target_gets_no_newcomers_and_decodes_on_until_there_is_room_elsewhere() -> None:
-    driver = Driver(kv_movement=KvMovement.ALWAYS, steps_in_flight=1, draft_length=0)
-    driver.join("old")
-    driver.submit(1)
-    driver.answer("old")
-    assert not of_type(driver.drain("old"), WorkerDrained)
-    driver.submit(2)
-    for _ in range(3):
-        driver.answer("old")
-        (row,) = driver.only_step("old").rows
-        assert row.sequence_id == 1
-    (step,) = of_type(driver.join("new"), SendStep)
-    assert [row.sequence_id for row in step.rows] == [2]
-    (move,) = of_type(driver.answer("old"), MoveKv)
-    driver.moved(move)
-    check_to_the_end(driver, 1, 2)
-
-
 def test_target_without_sequences_is_drained_at_once() -> None:
     driver = Driver()
     driver.join("old")
@@ -46,7 +28,7 @@ def test_target_without_sequences_is_drained_at_once() -> None:
 
 
 def test_moves_are_few_at_a_time_and_the_others_decode_on() -> None:
-    driver = cell(sequences=7, batch_size=7)
+    driver = cell(KvMovement.ALWAYS, sequences=7, batch_size=7)
     driver.drain("old")
     moves = of_type(driver.answer("old"), MoveKv)
     assert len(moves) == 4
