@@ -56,12 +56,6 @@ def target(engine: StandInEngine) -> Conversation:
     return Conversation(TargetStepExecutor(engine, EPOCH))
 
 
-def test_logits_digests_come_when_asked_for(target: Conversation) -> None:
-    parameters = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
-    (reply,) = target.step(row(1, PROMPT, 0, parameters=parameters, sample=True)).rows
-    assert list(reply.logits_digests) == [reply.tokens[0] + 5]
-
-
 def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:
     target.step(opening(1), opening(2))
     longer = [*PROMPT, 1, 2]

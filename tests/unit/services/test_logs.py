@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.observability.logs import JsonFormatter, LogFormat, TextFormatter, install_logs
-from services.observability.request_ids import begin_request, note_key
+from services.observability.logs import JsonFormatter, LogFormat, install_logs
+from services.observability.request_ids import begin_request
 from tests.support.logs import restored_loggers
 
 
@@ -41,21 +41,6 @@ def test_json_is_one_object_on_one_line() -> None:
         "request_id": "mine",
         "seconds": 0.5,
     }
-
-
-def test_lines_name_the_key_of_the_request() -> None:
-    async def of_request(key: str) -> tuple[str, str]:
-        note_key(key, b"")
-        return JsonFormatter().format(record("it")), TextFormatter().format(record("it", figures={"seconds": 1}))
-
-    async def run() -> list[tuple[str, str]]:
-        return await asyncio.gather(of_request("team-a"), of_request(""))
-
-    (named, named_text), (nameless, nameless_text) = asyncio.run(run())
-    assert json.loads(named)["key"] == "team-a"
-    assert named_text.endswith("it key=team-a seconds=1")
-    assert "key" not in json.loads(nameless)
-    assert nameless_text.endswith("it seconds=1")
 
 
 @pytest.mark.parametrize("form", LogFormat)

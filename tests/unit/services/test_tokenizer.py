@@ -83,14 +83,6 @@ def tokenizer(folder: Path) -> ModelTokenizer:
     return ModelTokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    folder = tmp_path_factory.mktemp("whole")
-    byte_level().save(str(folder / "tokenizer.json"))
-    write(folder, "tokenizer_config.json", {"eos_token": "<end>", "chat_template": TEMPLATE})
-    return ModelTokenizer(folder)
-
-
 def test_encodes_and_decodes(tokenizer: ModelTokenizer) -> None:
     tokens = tokenizer.encode("the thé<end>")
     assert tokens.count(256) == 2
@@ -198,7 +190,7 @@ def test_special_tokens_in_messages_are_text(
     write(tmp_path, "chat_template.jinja", f"{{% for m in messages %}}<start>{body}<end>{{% endfor %}}")
     tokenizer = ModelTokenizer(tmp_path)
     start, end = tokenizer.token_id("<start>"), tokenizer.token_id("<end>")
-    texts = [one.removeprefix("<start>").removesuffix("<end>") for one in map(render_one(tokenizer), messages)]
+    texts = [tokenizer.render_chat([one]).removeprefix("<start>").removesuffix("<end>") for one in messages]
     own.encode_special_tokens = True
     if build is byte_fallback:
         own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -207,14 +199,10 @@ def test_special_tokens_in_messages_are_text(
     assert tokenizer.encode_chat(messages, control_tokens=True) != tokenizer.encode_chat(messages)
 
 
-def render_one(tokenizer: ModelTokenizer) -> Callable[[dict[str, Any]], str]:
-    return lambda message: tokenizer.render_chat([message])
-
-
 @given(text=st.text(alphabet="a <>\n/stare"))
-def test_prompts_without_special_tokens_are_as_ever(text: str, whole: ModelTokenizer) -> None:
+def test_prompts_without_special_tokens_are_as_ever(text: str, tokenizer: ModelTokenizer) -> None:
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-    assert whole.encode_chat(messages) == whole.encode_chat(messages, control_tokens=True)
+    assert tokenizer.encode_chat(messages) == tokenizer.encode_chat(messages, control_tokens=True)
 
 
 def test_named_templates_and_none(folder: Path) -> None:
