@@ -18,7 +18,7 @@ from services.gateway.answers.schema_form import schema_fault
 from services.gateway.answers.tools import Tool
 from services.text.chat_template import ChatTemplate
 from tests.support import chat_templates
-from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
+from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL
 
 # ruff: noqa: RUF001  (the bars in the markers of some models)
 
@@ -269,10 +269,7 @@ def test_calls_that_the_familys_template_writes_are_read_back(family: ToolFormat
             assert read(form, written[:cut], written[cut:]) == deltas
 
 
-def test_templates_without_a_known_format() -> None:
-    assert detect_format(THINKING) is ToolFormat.HERMES
-    assert detect_format("{{ messages }}") is None
-    assert detect_format("<|tool_calls_section_begin|> <tool_call>") == "Kimi K2"
+def test_a_template_that_only_mentions_tools_takes_none() -> None:
     assert not ChatTemplate("{{ messages }} tools {% set tools = 1 %}", {}).takes_tools
 
 

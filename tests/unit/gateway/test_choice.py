@@ -95,28 +95,11 @@ def test_stop_strings_cut_text_and_count_whatever_the_rounds(text: str, sizes: l
     assert stream.cancelled == (stop is not None)
 
 
-def test_tokens_of_a_round_beyond_the_end_are_neither_delivered_nor_counted() -> None:
-    choice, pieces, _ = read([TOKENIZER.encode("ab.cd").ids], stop=["."])
-    assert [piece.text for piece in pieces] == ["ab"]
-    assert len(pieces[0].tokens) == len(pieces[0].logprobs) == choice.completion_tokens == 3
-    assert (choice.drafted, choice.accepted) == (4, 3)
-
-
 def test_a_token_comes_with_the_first_text_that_is_certain_after_it() -> None:
     _, pieces, _ = read([[token] for token in TOKENIZER.encode("a😀b").ids])
     assert [piece.text for piece in pieces] == ["a", "😀", "b", ""]
     assert [len(piece.tokens) for piece in pieces] == [1, 4, 1, 0]
     assert [offset for piece in pieces for offset in piece.offsets] == [0, 1, 1, 1, 1, 2]
-
-
-def test_stop_tokens_have_no_text_but_count() -> None:
-    tokens = TOKENIZER.encode("ab").ids
-    for rounds, asked, text, reason in (([[*tokens, END]], [], "ab", None), ([tokens], tokens[1:], "a", tokens[1])):
-        choice, pieces, stream = read(rounds, FinishReason.STOP, asked=frozenset(asked))
-        assert "".join(piece.text for piece in pieces) == text
-        assert choice.completion_tokens == len(rounds[0])
-        assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", reason)
-        assert not stream.cancelled
 
 
 def test_a_sequence_that_ends_without_a_reason_is_an_error() -> None:

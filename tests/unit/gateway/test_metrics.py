@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway import metrics as gateway_metrics
-from services.gateway.errors import ErrorKind
 from services.gateway.metrics import GatewayMetrics
-
-
-def families(text: bytes) -> dict[str, Family]:
-    """By their names in the exposition; the parser drops a counter's `_total`."""
-    found = {}
-    for family in text_string_to_metric_families(text.decode()):
-        found[f"{family.name}_total" if family.type == "counter" else family.name] = family
-    return found
 
 
 def value(text: bytes, name: str, **labels: str) -> float:
@@ -28,26 +18,6 @@ def value(text: bytes, name: str, **labels: str) -> float:
     ]
     (sample,) = samples
     return sample.value
-
-
-def test_exactly_the_defined_metrics_are_exported() -> None:
-    metrics = GatewayMetrics()
-    metrics.sequence(arrived=0.0, prompt_tokens=3).admitted()
-    metrics.failed(ErrorKind.INVALID)
-    metrics.session_broke()
-    metrics.resubmitted(2)
-    meter = metrics.sequence(0.0, 3)
-    meter.round(1, 0, 0)
-    meter.round(3, 4, 2)
-    meter.finished("stop")
-    found = families(metrics.exposition())
-    assert {name: family.type for name, family in found.items()} == {
-        metric.name: metric.kind.value for metric in metrics.metrics
-    }
-    for metric in metrics.metrics:
-        family = found[metric.name]
-        assert family.documentation == metric.meaning
-        assert {frozenset(sample.labels) - {"le"} for sample in family.samples} == {frozenset(metric.labels)}
 
 
 def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
