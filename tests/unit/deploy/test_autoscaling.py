@@ -34,41 +34,34 @@ RULES = WorkerAutoscaling(max_replicas=5, **PACE)
 START_SECONDS = 20
 
 
-def wanted(loads: Callable[[float], float], seconds: int, in_use: int = 1) -> list[int]:
-    """The decisions of two a second."""
-    control = GroupControl()
-    return [control.decide(loads(tick / 2), in_use, RULES, tick / 2).wanted for tick in range(2 * seconds)]
-
-
 # --- the control law --------------------------------------------------------------------------------------------------
 
 
-def test_replicas_are_added_after_the_upscale_delay() -> None:
-    """Load 2 at 85 % needs 2.35 replicas."""
-    numbers = wanted(lambda _: 2.0, 30)
-    assert numbers[:20] == [1] * 20
-    assert numbers[20:] == [3] * 40
-
-
-def test_replicas_are_removed_after_the_cool_down() -> None:
-    """Load 1 at 65 % needs 1.54 replicas."""
-    numbers = wanted(lambda time: 3.0 if time < 30 else 1.0, 120)
-    assert numbers[59] == 4
-    assert set(numbers[60:179]) == {4}
-    assert set(numbers[181:]) == {2}
-
-
-def test_a_peak_shorter_than_the_delay_adds_nothing() -> None:
-    assert set(wanted(lambda time: 4.0 if time % 20 < 9 else 0.5, 300)) == {1}
-
-
-def test_a_lull_shorter_than_the_cool_down_removes_nothing() -> None:
-    assert set(wanted(lambda time: 3.0 if time % 60 < 15 else 0.0, 600)[40:]) == {4}
-
-
-def test_a_load_between_the_two_thresholds_keeps_any_number() -> None:
-    for number in (2, 3):
-        assert set(wanted(lambda _: 1.6, 300, in_use=number)) == {number}
+@pytest.mark.parametrize(
+    ("loads", "in_use", "begin", "end", "replicas"),
+    [
+        # Load 2 at 85 % needs 2.35 replicas, after the upscale delay.
+        (lambda _: 2.0, 1, 0, 10, 1),
+        (lambda _: 2.0, 1, 10, 30, 3),
+        # Load 1 at 65 % needs 1.54 replicas, after the cool-down.
+        (lambda time: 3.0 if time < 30 else 1.0, 1, 29.5, 89.5, 4),
+        (lambda time: 3.0 if time < 30 else 1.0, 1, 90.5, 120, 2),
+        # A peak shorter than the delay adds nothing, a lull shorter than the cool-down removes nothing.
+        (lambda time: 4.0 if time % 20 < 9 else 0.5, 1, 0, 300, 1),
+        (lambda time: 3.0 if time % 60 < 15 else 0.0, 1, 20, 600, 4),
+        # A load between the two thresholds keeps any number.
+        (lambda _: 1.6, 2, 0, 300, 2),
+        (lambda _: 1.6, 3, 0, 300, 3),
+    ],
+)
+def test_the_number_wanted_in_a_time(
+    loads: Callable[[float], float], in_use: int, begin: float, end: float, replicas: int
+) -> None:
+    """By decisions of two a second."""
+    control = GroupControl()
+    times = [tick / 2 for tick in range(int(2 * end))]
+    numbers = {time: control.decide(loads(time), in_use, RULES, time).wanted for time in times}
+    assert {number for time, number in numbers.items() if time >= begin} == {replicas}
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.integers(0, 20)), min_size=1, max_size=40), st.integers(1, 9))

@@ -95,18 +95,12 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
     overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={port: 81, http_on: head_node}"]
-    scaled = [*overrides, "groups.target.replicas=3", "gateway.autoscaling.max_replicas=5"]
     config = load_configuration(None, overrides)
     content = yaml.safe_load(serve_file(config))
     assert content["http_options"] == {"host": "127.0.0.1", "port": 81}
     assert content["proxy_location"] == "HeadOnly"
     [application] = content["applications"]
     assert configuration_from(application["args"]["settings"]) == config
-    [changed] = yaml.safe_load(serve_file(load_configuration(None, scaled)))["applications"]
-    assert changed["args"] == application["args"]
-    replicas = {one["name"]: one for one in changed["deployments"]}
-    assert replicas["TargetWorker"]["autoscaling_config"]["min_replicas"] == 3
-    assert replicas["Gateway"]["autoscaling_config"]["max_replicas"] == 5
 
 
 def test_addresses(tmp_path: Path) -> None:
@@ -189,8 +183,15 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
         ("serve --no-ray --detach", 2, "--detach is given, must be left out with --no-ray"),
         ("serve --no-ray --set groups.draft.autoscaling.max_replicas=2", 2, "groups.draft.autoscaling is set, must be"),
         ("serve --no-ray --set internal.token_env=NO_SUCH", 2, "internal.token_env is NO_SUCH, and the"),
+        ("serve --prot 3", 2, "No such option: --prot (Possible options: --draft, --host, --port)"),
+        ("serve --port 99999", 2, "--port: gateway.port is 99999, must be less than or equal to"),
+        ("serve --host 0.0.0.0", 2, "--host: gateway.host is '0.0.0.0', must be loopback"),
+        ("serve --kv-memory lots", 2, "--kv-memory: engine.kv_memory is 'lots', could not parse value and unit"),
+        ("k8s drain --seconds 0", 2, "--seconds"),
+        ("k8s drain --seconds 60 --address 127.0.0.1:1", 1, ":1 cannot be joined: Connection refused"),
         ("status", 1, "spool is not served here"),
         ("status --app a/b", 2, "the application's name is 'a/b', must be up to 64 letters"),
+        ("chat --priority 2147483648", 2, "'--priority': Input should be less than or equal to 2147483647"),
         ("chat --url nope", 2, "--url is 'nope', must be as in http://127.0.0.1:8000"),
         ("chat --url http://127.0.0.1:1", 1, "http://127.0.0.1:1 does not answer"),
         ("config show nowhere.yaml", 2, "nowhere.yaml: cannot be read: No such file or directory"),

@@ -68,22 +68,3 @@ def test_options_override_the_file(served: list[SpoolConfig]) -> None:
     assert [key.get_secret_value() for key in given.auth.api_keys] == ["k1", "k2"]
     assert (given.engine.kv_memory, given.models.exact, given.scheduling.policy) == (2 << 30, False, Policy.RAGGED)
     assert (given.groups.target.threads, given.groups.draft.threads) == (3, 3)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--prot 3", "No such option: --prot (Possible options: --draft, --host, --port)"),
-        ("--port 99999", "--port: gateway.port is 99999, must be less than or equal to"),
-        ("--host 0.0.0.0", "--host: gateway.host is '0.0.0.0', must be loopback"),
-        ("--kv-memory lots", "--kv-memory: engine.kv_memory is 'lots', could not parse value and unit"),
-    ],
-)
-def test_what_serve_refuses(
-    served: list[SpoolConfig], capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
-    assert main.run(["serve", *words.split()]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
-    assert served == []
