@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
@@ -18,7 +18,8 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.decoding import decoded
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 
 GREEDY = SamplingParameters()
 PROMPT = [5, 40, 77, 12, 3]
@@ -107,40 +108,7 @@ def test_a_model_that_raises_leaves_tables_as_they_were(folder: Path) -> None:
     engine.pool.check_conservation([table])
 
 
-def test_a_step_larger_than_a_pass_is_cut(folder: Path) -> None:
-    engine = load(folder, max_num_batched_tokens=16)
-    prompts = [[index] * 9 for index in range(6)]
-    together = engine.step([verify(PageTable(), prompt, [], prompt) for prompt in prompts]).rows
-    alone = [engine.step([verify(PageTable(), prompt, [], prompt)]).rows[0] for prompt in prompts]
-    assert [row.tokens for row in together] == [row.tokens for row in alone]
-
-
-def test_log_probabilities_are_of_the_targets_own_distribution(folder: Path) -> None:
-    row = verify(PageTable(), PROMPT, [], PROMPT)
-    row.top_logprobs = 4
-    row.sampling = SamplingParameters(temperature=0.7, seed=3, top_k=5)
-    (outcome,) = load(folder).step([row]).rows
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        expected = torch.log_softmax(reference(input_ids=torch.tensor([PROMPT])).logits[0, -1], dim=-1)
-    (logprobs,) = outcome.logprobs
-    assert logprobs.token_id == outcome.tokens[0]
-    assert logprobs.logprob == pytest.approx(expected[logprobs.token_id].item(), abs=1e-4)
-    assert [token for token, _ in logprobs.top] == expected.topk(4).indices.tolist()
-    assert [value for _, value in logprobs.top] == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
-
-
 # --- models in memory -------------------------------------------------------------------------------------------------
-
-
-def decoded(engine: TargetEngine) -> list[tuple[int, int]]:
-    """Tokens and digests of their logits."""
-    table, fed, history, found = PageTable(), PROMPT, list(PROMPT), []
-    for _ in range(8):
-        (row,) = engine.step([verify(table, fed, [1, 2], history)]).rows
-        found += zip(row.tokens, row.logits_digests, strict=True)
-        fed, history = row.tokens[-1:], [*history, *row.tokens]
-    return found
 
 
 def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[Path, Path]) -> None:
@@ -150,7 +118,7 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
     description = of_memory.description
     assert (description.model_id, description.vocabulary_size) == ("tiny", VOCABULARY)
     assert (description.dtype, description.device, description.attention) == ("float32", "cpu", "matrix products")
-    assert decoded(of_memory) == decoded(load(target))
+    assert decoded(of_memory, [PROMPT], 8, [1, 2]) == decoded(load(target), [PROMPT], 8, [1, 2])
     row = (PROMPT, 5, PROMPT, len(PROMPT), GREEDY)
     proposals = [
         engine.step([ProposeRow(PageTable(), *row)]).rows[0].tokens
@@ -164,9 +132,8 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
 
 
 def test_windows_of_an_unknown_family_are_refused() -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 6}
-    config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=40, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    model = tiny_model("mistral", sliding_window=40, **TORCH_SHAPE)
+    model.set_attn_implementation(ATTENTION_NAME)
     model.config.model_type = "another"
     with pytest.raises(UnsupportedModelError, match="another attends to windows of 40 positions, which was not proved"):
         target_engine_of(model, settings(), silent)
@@ -193,5 +160,7 @@ def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.
     assert stored.shapes.row_counts == first.description.exact_row_counts
     monkeypatch.setattr("engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
     assert load(folder, exact=True).description == first.description
+    file.write_text('{"shapes": {}}')
+    assert read_calibration(file) is None
     with pytest.raises(pytest.fail.Exception):
         load(folder, exact=True, dtype="bfloat16")

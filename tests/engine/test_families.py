@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from engine.settings import EngineSettings
 from engine.steps import VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
+from tests.support.decoding import decoded, generated
 
 VOCABULARY = 96
 WINDOW = 9
@@ -164,41 +164,8 @@ def load(folder: Path, exact: bool = False, max_model_len: int | None = None) ->
     return load_target_engine(settings, lambda *_: None)
 
 
-def decode(engine: TargetEngine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    return [tokens for tokens, _ in decode_with_digests(engine, prompts)]
-
-
-def decode_with_digests(
-    engine: TargetEngine, prompts: list[list[int]], drafts: Sequence[int] = WRONG_DRAFTS
-) -> list[tuple[list[int], list[int]]]:
-    """The tokens and the digests of their logits, the prompts in one batch. Every round also verifies wrong drafts, so
-    that KV is written and dropped."""
-    tables = [PageTable() for _ in prompts]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    digests: list[list[int]] = [[] for _ in prompts]
-    fed = list(prompts)
-    while any(len(output) < NEW_TOKENS for output in outputs):
-        rows = [
-            VerifyRow(table, feed, drafts, True, [*prompt, *output], len(prompt), SamplingParameters(), True)
-            for table, feed, prompt, output in zip(tables, fed, prompts, outputs, strict=True)
-        ]
-        for index, outcome in enumerate(engine.step(rows).rows):
-            assert outcome.error is None
-            outputs[index] += outcome.tokens
-            digests[index] += outcome.logits_digests
-            fed[index] = outcome.tokens[-1:]
-    for table in tables:
-        engine.pool.free(table)
-    return [(output[:NEW_TOKENS], of_it[:NEW_TOKENS]) for output, of_it in zip(outputs, digests, strict=True)]
-
-
-def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )
-    found: list[int] = output[0, len(prompt) :].tolist()
-    return found
+def tokens_of(outputs: list[list[tuple[int, int]]]) -> list[list[int]]:
+    return [[token for token, _ in output] for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -212,23 +179,23 @@ def test_a_proved_family_gives_the_tokens_of_generate(family: str, tmp_path: Pat
     model = tiny_model(tiny_config(family))
     model.save_pretrained(tmp_path)
     engine = load(tmp_path, exact=True)
-    found = decode_with_digests(engine, PROMPTS)
-    assert [tokens for tokens, _ in found] == [generated(model, prompt) for prompt in PROMPTS]
-    assert [found[-1]] == decode_with_digests(engine, PROMPTS[-1:], drafts=())
+    found = decoded(engine, PROMPTS, NEW_TOKENS, WRONG_DRAFTS)
+    assert tokens_of(found) == [generated(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert found[-1:] == decoded(engine, PROMPTS[-1:], NEW_TOKENS)
     if family in SOLO_FAMILIES & {*QUICK}:
-        assert decode(load(tmp_path)) == [tokens for tokens, _ in found]
+        assert tokens_of(decoded(load(tmp_path), PROMPTS, NEW_TOKENS, WRONG_DRAFTS)) == tokens_of(found)
 
 
 def test_states_go_on_from_full_pages_on_any_worker(tmp_path: Path) -> None:
     tiny_model(tiny_config("qwen3_next")).save_pretrained(tmp_path)
     first, second = load(tmp_path, exact=True), load(tmp_path, exact=True)
     prompt = PROMPTS[-1]
-    [expected] = decode_with_digests(first, [prompt], drafts=())
+    [[expected, *_]] = decoded(first, [prompt], 1)
 
     def goes_on(engine: TargetEngine, table: PageTable) -> None:
         row = VerifyRow(table, prompt[table.length :], (), True, prompt, len(prompt), SamplingParameters(), True)
         [outcome] = engine.step([row]).rows
-        assert ([*outcome.tokens], [*outcome.logits_digests]) == (expected[0][:1], expected[1][:1])
+        assert (*outcome.tokens, *outcome.logits_digests) == expected
 
     table, moved = PageTable(), PageTable()
     goes_on(first, table)
@@ -291,8 +258,10 @@ def test_positions_do_not_depend_on_the_batch(
     model = tiny_model(type(config)(**config.to_dict() | positions))
     model.save_pretrained(tmp_path)
     engine = load(tmp_path, max_model_len=max_model_len)
-    assert decode(engine, prompts) == [generated(model, prompt) for prompt in prompts]
-    assert decode(engine, PROMPTS[:1]) == decode(engine, [PROMPTS[0], prompts[-1]])[:1]
+    found = decoded(engine, prompts, NEW_TOKENS, WRONG_DRAFTS)
+    assert tokens_of(found) == [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
+    alone, together = (decoded(engine, some, NEW_TOKENS) for some in (PROMPTS[:1], [PROMPTS[0], prompts[-1]]))
+    assert tokens_of(alone) == tokens_of(together[:1])
 
 
 @pytest.mark.parametrize(

@@ -8,64 +8,43 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME, PagedStep
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.cpu.linear import KernelLinear
-from engine.kv.pages import PagePool, PageTable
+from engine.kv.pages import PagePool
 from engine.layers import families
 from engine.layers.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
 from tests.support.cpu_kernels import compiled_kernels
-from tests.support.tiny_models import CONFIGS, VOCABULARY
+from tests.support.decoding import paged_logits
+from tests.support.tiny_models import CONFIGS, VOCABULARY, tiny_model
 
-FAMILIES = {name: CONFIGS[name] for name in ("glm4", "llama", "qwen3")} | {"qwen2": Qwen2Config}
+FAMILIES = sorted([*CONFIGS, "qwen2"])
 # Head dimension and page size: the CPU kernels attend with the second.
 SIZES = {"joined": (16, 8), "fused": (32, 16)}
 REPLACEMENTS = {FusedDecoderLayer, KernelDecoder, JoinedAttention, JoinedMlp, FusedRmsNorm}
+OTHERS = {"gemma3_text": set(), "glm4": {FusedRmsNorm}, "qwen3_moe": {JoinedAttention, FusedRmsNorm}}
+"""What there is of these in families that are not of the Llama kind, or have experts."""
 PIECES = (17, 1, 5, 1, 16)
 
 
-def tiny_model(family: str, head_dim: int) -> PreTrainedModel:
-    torch.manual_seed(3)
-    config = FAMILIES[family](
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def random_model(family: str, head_dim: int) -> PreTrainedModel:
+    """Biases and norms are random as well."""
+    model = tiny_model(family, head_dim=head_dim)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
-    return model.eval()
-
-
-def paged_logits(runner: ModelRunner, pool: PagePool, tokens: list[int]) -> torch.Tensor:
-    """Logits `[len(tokens), vocabulary]`, the tokens fed in pieces."""
-    table, logits = PageTable(), []
-    for piece in PIECES:
-        fed, tokens = tokens[:piece], tokens[piece:]
-        pool.append(table, len(fed))
-        logits.append(runner.run([BatchedSequence(table, fed, len(fed))]).logits.float())
-    pool.free(table)
-    return torch.cat(logits)
+    return model.bfloat16()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, size: str) -> None:
     head_dim, page_size = SIZES[size]
-    eager = tiny_model(family, head_dim)
+    eager = random_model(family, head_dim)
     model = copy.deepcopy(eager)
     tokens = torch.randint(VOCABULARY, (sum(PIECES),), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -76,7 +55,7 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, si
     loaded.replace_layers(page_size)
     pool = PagePool(8, page_size)
     runner = loaded.runner(pool, loaded.unrestricted_form(page_size), ())
-    logits = paged_logits(runner, pool, tokens.tolist())
+    logits = paged_logits(runner, pool, tokens.tolist(), PIECES).float()
     error, eager_error = ((found - exact).pow(2).mean().sqrt() for found in (logits, of_eager))
     assert error < 1.5 * eager_error
     assert error < 0.1 * exact.std()
@@ -84,8 +63,8 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, si
     kinds = {type(module) for module in model.modules()}
     assert nn.Linear not in kinds
     assert KernelLinear in kinds
-    if family == "glm4":
-        assert kinds & REPLACEMENTS == {FusedRmsNorm}
+    if family in OTHERS:
+        assert kinds & REPLACEMENTS == OTHERS[family]
     elif size == "joined":
         assert kinds & REPLACEMENTS == {JoinedAttention, JoinedMlp, FusedRmsNorm}
     else:
@@ -100,14 +79,14 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, si
 
         # Layers in one call of the library give the bits of layers one by one.
         decoder.add_layers = layer_by_layer
-        assert torch.equal(paged_logits(runner, pool, tokens.tolist()), logits)
+        assert torch.equal(paged_logits(runner, pool, tokens.tolist(), PIECES).float(), logits)
 
 
 def test_a_class_that_transformers_lacks_costs_its_family_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(families.FAMILIES, "llama", "Renamed")
-    llama, qwen = (tiny_model(family, 16) for family in ("llama", "qwen3"))
+    llama, qwen = (random_model(family, 16) for family in ("llama", "qwen3"))
     assert families.families_of(llama) == []
     assert "llama models keep transformers' own layers" in caplog.text
     caplog.clear()

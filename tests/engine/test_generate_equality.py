@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from scheduler.messages import FinishReason, SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import compiled_kernels
+from tests.support.decoding import generated
 from tests.support.in_process import run_in_process
 from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
@@ -35,16 +35,27 @@ class Pair:
     stop_token: int
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+PAIRS = {
+    f"{family}-{computing}": (family, shape, page_size)
+    for computing, shape, page_size in (("torch", TORCH_SHAPE, 8), ("kernels", {}, 16))
+    for family in sorted(CONFIGS)
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    target, draft = save_tiny_pair(request.param, folder, **TORCH_SHAPE)
+    family, shape, page_size = PAIRS[request.param]
+    if page_size == 16:
+        compiled_kernels(torch.float32)
+    target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("tiny"), **shape)
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    plain = [generated(model, prompt, None) for prompt in prompts]
+    plain = [generated(model, prompt, MAX_TOKENS) for prompt in prompts]
     settings = {
-        role: EngineSettings(str(path), "float32", threads=1, page_size=8, kv_pages=400, max_num_batched_tokens=96)
+        role: EngineSettings(
+            str(path), "float32", threads=1, page_size=page_size, kv_pages=400, max_num_batched_tokens=96
+        )
         for role, path in (("target", target), ("draft", draft))
     }
     # A token that stands in the middle of many outputs ends some sequences there, in whatever run it turns up.
@@ -52,23 +63,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     stop_token = max(counts, key=lambda token: counts[token])
     assert 0 < sum(stop_token in output[:-1] for output in plain) < len(plain)
     return Pair(settings, prompts, plain, stop_token)
-
-
-def generated(
-    model: torch.nn.Module, prompt: list[int], stop_token: int | None, min_tokens: int | None = None
-) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=MAX_TOKENS,
-            min_new_tokens=min_tokens,
-            do_sample=False,
-            eos_token_id=stop_token,
-            pad_token_id=0,
-        )
-    return output[0, len(prompt) :].tolist()
 
 
 def running(policy: Policy, batch_size: int = 4, draft_length: int = 4) -> SchedulerConfig:
@@ -90,7 +84,7 @@ def draft(pair: Pair) -> DraftStepExecutor:
     return DraftStepExecutor(engine, worker_epoch=1, prefix_cache=False)
 
 
-@pytest.mark.sampled(5, 4)
+@pytest.mark.sampled(9, 5)
 @pytest.mark.parametrize(
     ("policy", "batch_size", "draft_length"),
     [
@@ -135,7 +129,7 @@ def test_output_is_that_of_generate(
     assert draft.free_pages == 400
 
 
-@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
 def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExecutor) -> None:
     """With the target as its own draft everything is accepted, so the end comes in the middle of a run."""
     perfect = DraftStepExecutor(load_draft_engine(pair.settings["target"], lambda *_: None), worker_epoch=1)
@@ -153,12 +147,13 @@ def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExe
     assert cut_short > 0
 
 
-@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
 def test_no_stop_token_comes_too_early(pair: Pair, target: TargetStepExecutor, draft: DraftStepExecutor) -> None:
     """The end is put off in the middle of a run of draft tokens as well."""
     min_tokens, ends = 11, frozenset([pair.stop_token])
     model = AutoModelForCausalLM.from_pretrained(pair.settings["target"].model, dtype=torch.float32)
-    expected = [generated(model, prompt, pair.stop_token, min_tokens) for prompt in pair.prompts]
+    options = {"eos_token_id": pair.stop_token, "min_new_tokens": min_tokens}
+    expected = [generated(model, prompt, MAX_TOKENS, **options) for prompt in pair.prompts]
     assert all(pair.stop_token not in output[:min_tokens] for output in expected)
     assert any(pair.stop_token in plain[:min_tokens] for plain in pair.plain)
     sampling = SamplingParameters(min_tokens=min_tokens, end_token_ids=ends)
@@ -167,77 +162,3 @@ def test_no_stop_token_comes_too_early(pair: Pair, target: TargetStepExecutor, d
     ]
     outputs = run_in_process(running(Policy.RAGGED), {"target": target, "draft": draft}, requests)
     assert [outputs[index].tokens for index in range(len(requests))] == expected
-
-
-# --- in bfloat16, by the CPU kernels ----------------------------------------------------------------------------------
-
-KERNEL_TOKENS = 12
-# Logits of standard deviation 2 that are farther apart keep their order in bfloat16.
-CLEAR_LEAD = 0.5
-
-
-@dataclass
-class KernelPair:
-    """A tiny pair of a shape that the CPU kernels take, and prompts with what `model.generate` makes of them in float32
-    from the same weights, up to the first token whose logit leads by less than `CLEAR_LEAD`."""
-
-    settings: dict[str, EngineSettings]
-    prompts: list[list[int]]
-    expected: list[list[int]]
-
-
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
-def kernel_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelPair:
-    compiled_kernels()
-    folders = save_tiny_pair(request.param, tmp_path_factory.mktemp("kernels"))
-    for folder in folders:
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    settings = {
-        role: EngineSettings(str(folder), threads=1, page_size=16, kv_pages=100, max_num_batched_tokens=96, exact=False)
-        for role, folder in zip(("target", "draft"), folders, strict=True)
-    }
-    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    rng = random.Random(5)
-    prompts, expected = [], []
-    for length in (1, 16, 70):
-        batch = [[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(24)]
-        for prompt, tokens in zip(batch, clear_tokens(model, batch), strict=True):
-            if len(tokens) >= 2:
-                prompts.append(prompt)
-                expected.append(tokens)
-    return KernelPair(settings, prompts, expected)
-
-
-def clear_tokens(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations of prompts of one length, each up to its first token without a clear lead."""
-    ids = torch.tensor(prompts)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=KERNEL_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best, second = torch.stack(output.logits, dim=1).topk(2).values.unbind(-1)
-    clear = (best - second > CLEAR_LEAD).int().cumprod(1).sum(1).tolist()
-    return [row[ids.shape[1] :][:count].tolist() for row, count in zip(output.sequences, clear, strict=True)]
-
-
-def outputs_by_kernels(pair: KernelPair, config: SchedulerConfig) -> list[list[int]]:
-    workers = {
-        "target": TargetStepExecutor(load_target_engine(pair.settings["target"], lambda *_: None), prefix_cache=False),
-        "draft": DraftStepExecutor(load_draft_engine(pair.settings["draft"], lambda *_: None), prefix_cache=False),
-    }
-    requests = [
-        SequenceRequest(index, tuple(prompt), len(tokens))
-        for index, (prompt, tokens) in enumerate(zip(pair.prompts, pair.expected, strict=True))
-    ]
-    outputs = run_in_process(config, workers, requests)
-    return [outputs[index].tokens for index in range(len(requests))]
-
-
-def test_output_by_kernels_is_that_of_generate(kernel_pair: KernelPair) -> None:
-    assert sum(map(len, kernel_pair.expected)) > 30
-    assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) == kernel_pair.expected

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from engine.kv.pages import PageTable
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
-from engine.steps import ProposeRow, VerifyRow
+from engine.steps import ProposeRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
+from tests.support.decoding import decoded, generated
 from tests.support.tiny_models import CONFIGS, VOCABULARY, WIDE_SHAPE, save_tiny_pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -30,23 +31,9 @@ def load(folder: Path, said: list[str] | None = None, **changes: object) -> Targ
     return load_target_engine(EngineSettings(str(folder), **(settings | changes)), lambda word, _: words.append(word))
 
 
-def decoded(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
-    """Tokens and digests of their logits, all prompts together; each round is given `drafts` tokens, mostly wrong."""
-    tables = [PageTable() for _ in PROMPTS]
-    outputs: list[list[tuple[int, int]]] = [[] for _ in PROMPTS]
-    feeds = [list(prompt) for prompt in PROMPTS]
-    while any(len(output) < NEW_TOKENS for output in outputs):
-        rows = [
-            VerifyRow(
-                tables[n], feeds[n], [3] * drafts, True, [*PROMPTS[n], *(t for t, _ in outputs[n])], 0, GREEDY, True
-            )
-            for n in range(len(PROMPTS))
-        ]
-        for number, row in enumerate(engine.step(rows).rows):
-            assert row.error is None
-            outputs[number] += zip(row.tokens, row.logits_digests, strict=True)
-            feeds[number] = row.tokens[-1:]
-    return [output[:NEW_TOKENS] for output in outputs]
+def outputs(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
+    """Each round verifies `drafts` tokens, mostly wrong ones."""
+    return decoded(engine, PROMPTS, NEW_TOKENS, [3] * drafts)
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -61,9 +48,9 @@ def test_logits_are_the_same_with_drafts_and_without_graphs(
     assert engine.description.graphed_row_counts
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings if record.name.startswith("engine.")] == []
-    plain = decoded(engine, 0)
-    assert decoded(engine, 3) == plain
-    assert decoded(load(folder, cuda_graphs=False), 3) == plain
+    plain = outputs(engine, 0)
+    assert outputs(engine, 3) == plain
+    assert outputs(load(folder, cuda_graphs=False), 3) == plain
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -74,9 +61,9 @@ def test_codes_are_multiplied_and_give_the_same_logits_with_drafts(
     engine = load(folder, quantization=quantization)
     assert engine.description.quantization == quantization
     assert "quantised weights are expanded" not in caplog.text
-    plain = decoded(engine, 0)
-    assert decoded(engine, 3) == plain
-    assert plain != decoded(load(folder), 0)
+    plain = outputs(engine, 0)
+    assert outputs(engine, 3) == plain
+    assert plain != outputs(load(folder), 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -87,21 +74,19 @@ def test_quantized_kv_gives_the_same_logits_with_drafts_and_without_graphs(
     engine = load(folder, kv_cache_dtype="int8")
     assert engine.description.kv_cache_dtype == "int8"
     assert "attention by matrix products" not in caplog.text
-    plain = decoded(engine, 0)
-    assert decoded(engine, 3) == plain
-    assert decoded(load(folder, kv_cache_dtype="int8", cuda_graphs=False), 3) == plain
-    assert plain != decoded(load(folder), 0)
+    plain = outputs(engine, 0)
+    assert outputs(engine, 3) == plain
+    assert outputs(load(folder, kv_cache_dtype="int8", cuda_graphs=False), 3) == plain
+    assert plain != outputs(load(folder), 0)
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     folder, draft_folder = save_tiny_pair("llama", tmp_path, **WIDE_SHAPE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    expected = [
-        model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
-        for prompt in PROMPTS
+    found = outputs(load(folder, dtype="float32"), 2)
+    assert [[token for token, _ in output] for output in found] == [
+        generated(model, prompt, NEW_TOKENS) for prompt in PROMPTS
     ]
-    found = decoded(load(folder, dtype="float32"), 2)
-    assert [[token for token, _ in output] for output in found] == [output.tolist() for output in expected]
     draft = load_draft_engine(
         EngineSettings(str(draft_folder), dtype="float32", device="cuda", kv_pages=64), lambda message, fraction: None
     )

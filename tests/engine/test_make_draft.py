@@ -15,6 +15,7 @@ from bench.make_draft import HELD_OUT, Settings, Text, make_draft, read_texts
 from engine.models.draft_vocabulary import read_draft_vocabulary
 from services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import write_lines
+from tests.support.decoding import generated
 from tests.support.tiny_chat import save_tiny_chat_model
 
 pytestmark = pytest.mark.slow
@@ -28,9 +29,7 @@ def write_answers(folder: Path, target: Path) -> None:
     write_lines(folder / "prompts.jsonl", *({"prompt": prompt} for prompt in prompts))
     answers = []
     for index, prompt in enumerate(prompts):
-        ids = torch.tensor([tokenizer.encode(prompt)])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
-        answers.append({"index": index, "tokens": output[0, ids.shape[1] :].tolist(), "text": ""})
+        answers.append({"index": index, "tokens": generated(model, tokenizer.encode(prompt), 40), "text": ""})
     write_lines(folder / "answers.jsonl", *answers)
 
 

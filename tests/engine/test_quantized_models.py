@@ -10,29 +10,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
-from engine.kv.pages import PagePool, PageTable
+from engine.kv.pages import PagePool
 from engine.models.loaded_model import LoadedModel
 from engine.models.loading import load_target_engine
 from engine.models.vocabulary import Vocabulary
-from engine.passes.layout import BatchedSequence
 from engine.quantization.model import build_model, is_quantized, moved, round_weights
 from engine.quantization.rounding import rounded
 from engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
+from tests.support.decoding import paged_logits
 from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair
 
 TOKENS = [(7 * place + 3) % VOCABULARY for place in range(40)]
 
 
-@torch.inference_mode()
 def logits(model: PreTrainedModel) -> torch.Tensor:
     """Of all tokens, by the kernels, float32."""
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
     loaded.replace_layers(page_size=16)
-    pool, table = PagePool(8, 16), PageTable()
-    pool.append(table, len(TOKENS))
-    runner = loaded.runner(pool, None, (len(TOKENS),))
-    return runner.run([BatchedSequence(table, TOKENS, len(TOKENS))]).logits
+    pool = PagePool(8, 16)
+    return paged_logits(loaded.runner(pool, None, (len(TOKENS),)), pool, TOKENS, [len(TOKENS)])
 
 
 def plain_model(folder: Path) -> PreTrainedModel:

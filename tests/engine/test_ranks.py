@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
@@ -23,9 +23,10 @@ from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.decoding import generated
 from tests.support.in_process import Output, requests_of, run_in_process
 from tests.support.ranks import target_of_ranks
-from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair
+from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair, tiny_model
 
 PROMPTS = [random.Random(length).choices(range(VOCABULARY), k=length) for length in (1, 3, 17, 30, 16)]
 MAX_TOKENS = 12
@@ -92,10 +93,7 @@ def test_speculation_gives_the_bits_of_plain_decoding(gang: Gang, temperature: f
     if (described.dtype, described.quantization, temperature) == ("float32", "none", 0):
         model = AutoModelForCausalLM.from_pretrained(gang.folder, dtype=torch.float32)
         for index, prompt in enumerate(PROMPTS):
-            ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            generated = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
-            assert plain[index].tokens == generated[0, len(prompt) :].tolist()
+            assert plain[index].tokens == generated(model, prompt, MAX_TOKENS)
 
 
 def feed(table: PageTable, tokens: list[int]) -> VerifyRow:
@@ -147,19 +145,10 @@ def test_heads_biases_and_a_vocabulary_with_a_rest(
     heads: int, kv_heads: int, size: int, bits: int | None, tmp_path: Path
 ) -> None:
     """Tied embeddings of 97 tokens: the logits of the whole model, of rounded weights where `bits` says so."""
-    config = Qwen2Config(
-        vocab_size=97,
-        hidden_size=32 * heads,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=96,
-    )
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    sizes = {"hidden_size": 32 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    model = tiny_model("qwen2", vocab_size=97, pad_token_id=96, intermediate_size=128, **sizes)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.25)

@@ -18,6 +18,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
+from tests.support.decoding import generated
 from tests.support.in_process import requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, WINDOWED, save_tiny_pair
 
@@ -48,14 +49,7 @@ def test_texts_are_those_of_generate(family: str, isa: str, tmp_path: Path) -> N
     common = rng.choices(range(VOCABULARY), k=65)
     prompts = [[*common, *rng.choices(range(VOCABULARY), k=length - 65)] for length in LENGTHS]
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0
-        )
-        expected.append(output[0, len(prompt) :].tolist())
+    expected = [generated(model, prompt, 24) for prompt in prompts]
     target = load_target_engine(settings_of(folders[0], "float32", isa), silent)
     assert max(target.description.page_windows) == 20
     draft = load_draft_engine(settings_of(folders[1], "float32", isa), silent)
