@@ -1,4 +1,4 @@
-"""The draft engine: heads over some tokens only, prompt lookup beside the model, and chained tokens."""
+"""The draft engine: heads over some tokens only, other vocabularies, and proposals from round to round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from engine.models.draft_vocabulary import FILE_NAME
 from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
-from engine.steps import ProposeRow, RowOutcome
+from engine.steps import ProposeRow
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
@@ -38,12 +37,15 @@ GREEDY = SamplingParameters()
 SOME_TOKENS = list(range(0, VOCABULARY, 3))
 
 
-def load(source: Path | PreTrainedModel, **changes: object) -> DraftEngine:
+def load(source: Path | PreTrainedModel, chained: bool = False, **changes: object) -> DraftEngine:
+    """`chained`: as on a GPU, it reads proposals once all of their tokens are chosen."""
     fields = {"dtype": "float32", "threads": 1, "page_size": 4, "kv_pages": 200, "max_num_batched_tokens": 64} | changes
     settings = EngineSettings("draft" if isinstance(source, PreTrainedModel) else str(source), **fields)  # type: ignore[arg-type]
-    if isinstance(source, PreTrainedModel):
-        return draft_engine_of(source, settings, lambda *_: None)
-    return load_draft_engine(settings, lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "DraftEngine", lambda *given: DraftEngine(*given[:-1], chained))
+        if isinstance(source, PreTrainedModel):
+            return draft_engine_of(source, settings, lambda *_: None)
+        return load_draft_engine(settings, lambda *_: None)
 
 
 def row(
@@ -230,11 +232,14 @@ def test_another_tokenizer_is_refused(models: Path, tmp_path: Path) -> None:
         load(folder, target=target)
 
 
-# --- prompt lookup beside the model -----------------------------------------------------------------------------------
+# --- proposals from round to round, read token by token or all at once ------------------------------------------------
+
+chained_or_not = pytest.mark.parametrize("chained", [False, True], ids=["token by token", "chained"])
 
 
-def test_a_match_is_proposed_in_one_pass(folder: Path) -> None:
-    engine = load(folder, lookup_match=3)
+@chained_or_not
+def test_a_match_is_proposed_in_one_pass(folder: Path, chained: bool) -> None:
+    engine = load(folder, chained, lookup_match=3)
     passes: list[None] = []
     found, too_short = [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [1, 2, 3, 9, 8, 7, 6, 5, 2, 3]
     tables = [PageTable(), PageTable()]
@@ -248,145 +253,95 @@ def test_a_match_is_proposed_in_one_pass(folder: Path) -> None:
     engine.pool.check_conservation(tables)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParameters(temperature=0.8, seed=3)])
-def test_rounds_with_lookup_keep_the_models_kv_right(folder: Path, sampling: SamplingParameters) -> None:
-    """Rounds that accept a random part of each proposal; what the model proposes is what it does from scratch."""
+@pytest.mark.parametrize(
+    ("head", "chained", "sampling", "changes"),
+    [
+        ("folder", False, GREEDY, {"lookup_match": 2}),
+        ("folder", False, SamplingParameters(temperature=0.8, seed=3), {"lookup_match": 2}),
+        ("folder", True, GREEDY, {"lookup_match": 2}),
+        ("restricted", True, GREEDY, {"max_num_batched_tokens": 12}),
+    ],
+)
+def test_rounds_keep_the_models_kv_right(
+    head: str,
+    chained: bool,
+    sampling: SamplingParameters,
+    changes: dict[str, int],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Random parts of proposals are accepted, of lengths that differ by row and round; what the model proposes is what
+    it does from scratch."""
     rng = random.Random(8)
-    engine, plain = (load(folder, lookup_match=match, max_num_batched_tokens=256) for match in (2, None))
-    histories = [[rng.randrange(12) for _ in range(length)] for length in (5, 9, 17, 30)]
+    path = request.getfixturevalue(head)
+    engine, scratch = load(path, chained, **changes), load(path, max_num_batched_tokens=256)
+    histories = [[rng.randrange(12) for _ in range(length)] for length in (1, 4, 9, 12)]
     tables = [PageTable() for _ in histories]
     places = [TokenPlaces() for _ in histories]
     looked_up = drafted = 0
-    for _ in range(25):
-        rows = [row(*state, 4, sampling, known) for *state, known in zip(tables, histories, places, strict=True)]
-        for history, table, known, outcome in zip(histories, tables, places, engine.step(rows).rows, strict=True):
-            expected = TokenPlaces()
+    for _ in range(20):
+        lengths = [rng.randrange(6) for _ in histories]
+        rows = [
+            row(table, history, length, sampling, known)
+            for table, history, length, known in zip(tables, histories, lengths, places, strict=True)
+        ]
+        for of_row, history, outcome in zip(rows, histories, engine.step(rows).rows, strict=True):
+            expected, length, table = TokenPlaces(), of_row.draft_length, of_row.table
             expected.follow(history)
-            continuation = expected.continuation(4, 2, 32)
+            continuation = expected.continuation(length, 2, 32) if length and "lookup_match" in changes else []
             looked_up += bool(continuation)
-            drafted += not continuation
-            if not continuation:
-                scratch = PageTable()
-                (continuation,) = (o.tokens for o in plain.step([row(scratch, history, 4, sampling)]).rows)
-                plain.pool.free(scratch)
+            if length and not continuation:
+                (plain,) = scratch.step([row(empty := PageTable(), history, length, sampling)]).rows
+                scratch.pool.free(empty)
+                continuation = plain.tokens
+                assert outcome.confidences == pytest.approx(plain.confidences, abs=1e-5)
+                drafted += 1
             assert outcome.tokens == continuation
-            assert table.length == len(history) + 3
-            accepted = rng.randint(0, 4)
-            engine.pool.truncate(table, len(history) + min(accepted, 3))
-            known.truncate(table.length)
+            assert table.length == len(history) + max(0, length - 1)
+            accepted = rng.randint(0, length)
+            engine.pool.truncate(table, min(len(history) + accepted, table.length))
+            of_row.places.truncate(table.length)
             history += [*outcome.tokens[:accepted], rng.choice(history[:9])]
-    assert looked_up > 4
+    assert looked_up > 4 or "lookup_match" not in changes
     assert drafted > 8
     engine.pool.check_conservation(tables)
 
 
-# --- tokens that are chained from pass to pass ------------------------------------------------------------------------
-
-
-class Draft:
-    """A draft engine, and sequences of its own."""
-
-    def __init__(
-        self, source: Path | PreTrainedModel, monkeypatch: pytest.MonkeyPatch, *, chained: bool, **changes: object
-    ) -> None:
-        def engine_of(*given: object) -> DraftEngine:
-            return DraftEngine(*given[:-1], chained)  # type: ignore[arg-type]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "DraftEngine", engine_of)
-            self.engine = load(source, **changes)
-        self.tables: list[PageTable] = []
-        self.passes = 0
-
-    def step(
-        self, histories: Sequence[list[int]], lengths: Sequence[int], samplings: Sequence[SamplingParameters] = ()
-    ) -> list[RowOutcome]:
-        """Feeds what tables lack of the histories; counts the passes."""
-
-        def counted() -> None:
-            self.passes += 1
-
-        self.tables += [PageTable() for _ in range(len(histories) - len(self.tables))]
-        rows = [
-            row(table, history, length, sampling)
-            for table, history, length, sampling in zip(
-                self.tables, histories, lengths, samplings or [GREEDY] * len(histories), strict=True
-            )
-        ]
-        outcomes = self.engine.step(rows, counted).rows
-        self.engine.pool.check_conservation(self.tables)
-        return outcomes
-
-
-def pair(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> tuple[Draft, Draft]:
-    plain = Draft(folder, monkeypatch, chained=False, **changes)
-    return plain, Draft(folder, monkeypatch, chained=True, **changes)
-
-
-def assert_equal(plain: Draft, chained: Draft, expected: list[RowOutcome], found: list[RowOutcome]) -> None:
-    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in expected]
-    for one, other in zip(expected, found, strict=True):
-        assert other.confidences == pytest.approx(one.confidences, abs=1e-6)
-        assert (other.error, other.out_of_pages) == (one.error, one.out_of_pages)
-    assert [table.length for table in chained.tables] == [table.length for table in plain.tables]
-    assert chained.engine.pool.free_pages == plain.engine.pool.free_pages
-
-
-@pytest.mark.parametrize(
-    ("head", "changes"), [("folder", {"lookup_match": 2}), ("restricted", {"max_num_batched_tokens": 12})]
-)
-def test_rounds_are_those_of_an_engine_that_reads_every_token(
-    head: str, changes: dict[str, object], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Random parts of proposals are accepted, of lengths that differ by row and round."""
-    plain, chained = pair(request.getfixturevalue(head), monkeypatch, **changes)
-    rng = random.Random(3)
-    histories = [[rng.randrange(12) for _ in range(length)] for length in (1, 4, 9, 12)]
-    for _ in range(10):
-        lengths = [rng.randrange(6) for _ in histories]
-        expected = plain.step(histories, lengths)
-        assert_equal(plain, chained, expected, chained.step(histories, lengths))
-        assert chained.passes == plain.passes
-        for history, outcome in zip(histories, expected, strict=True):
-            history += [*outcome.tokens[: rng.randint(0, len(outcome.tokens))], rng.randrange(12)]
-        for draft in (plain, chained):
-            for table, history in zip(draft.tables, histories, strict=True):
-                draft.engine.pool.truncate(table, min(len(history) - 1, table.length))
-
-
+@chained_or_not
 @pytest.mark.parametrize("pages", [3, 5, 8])
-def test_without_pages_rows_propose_less(pages: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, chained = pair(folder, monkeypatch, kv_pages=pages)
+def test_without_pages_rows_propose_less(pages: int, chained: bool, folder: Path) -> None:
     histories = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [2] * 9]
     lengths = [9, 2, 5, 4]
-    found = chained.step(histories, lengths)
-    assert_equal(plain, chained, plain.step(histories, lengths), found)
-    assert any(len(outcome.tokens) < length for outcome, length in zip(found, lengths, strict=True))
+    engine, tables = load(folder, chained, kv_pages=pages), [PageTable() for _ in histories]
+    rows = [row(table, history, length) for table, history, length in zip(tables, histories, lengths, strict=True)]
+    found = engine.step(rows).rows
+    for history, length, table, outcome in zip(histories, lengths, tables, found, strict=True):
+        (whole,) = load(folder).step([row(PageTable(), history, length)]).rows
+        assert outcome.tokens == whole.tokens[: len(outcome.tokens)]
+        assert outcome.out_of_pages == (not outcome.tokens)
+        assert table.length == (len(history) + len(outcome.tokens) - 1 if outcome.tokens else 0)
+    assert sum(len(outcome.tokens) for outcome in found) < sum(lengths)
+    assert engine.pool.free_pages < 4
+    engine.pool.check_conservation(tables)
 
 
-def test_logits_that_are_not_finite_are_an_error_of_their_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@chained_or_not
+def test_logits_that_are_not_finite_are_an_error_of_their_row(folder: Path, chained: bool) -> None:
     """At first, and once some tokens are chosen; the others do not notice."""
     histories = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
-    expected = Draft(folder, monkeypatch, chained=False).step(histories, [4, 4, 4])
+    expected = load(folder).step([row(PageTable(), history, 4) for history in histories]).rows
     poisoned = expected[2].tokens[1]
     assert poisoned not in {*expected[1].tokens, *histories[1], *histories[2], expected[2].tokens[0]}
-    models = [
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-        for _ in range(2)
-    ]
-    plain, chained = (Draft(model, monkeypatch, chained=number == 1) for number, model in enumerate(models))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    engine, tables = load(model, chained), [PageTable() for _ in histories]
     with torch.no_grad():
-        for model in models:
-            model.get_input_embeddings().weight[poisoned] = torch.nan
+        model.get_input_embeddings().weight[poisoned] = torch.nan
     # The first row feeds it at once, the last one as the second token of its proposal.
     histories[0][1] = poisoned
-    found = chained.step(histories, [4, 4, 4])
-    assert_equal(plain, chained, plain.step(histories, [4, 4, 4]), found)
-    assert found[1].tokens == expected[1].tokens
+    found = engine.step([row(table, history, 4) for table, history in zip(tables, histories, strict=True)]).rows
     assert [outcome.error for outcome in found] == ["the draft's logits are not finite", None, found[0].error]
-    assert [len(outcome.tokens) for outcome in found] == [0, 4, 2]
-    assert [table.length for table in chained.tables] == [0, 5, 0]
+    assert [outcome.tokens for outcome in found] == [[], expected[1].tokens, expected[2].tokens[:2]]
+    assert [table.length for table in tables] == [0, 5, 0]
     # Whoever gets the pages next finds nothing of it there.
-    (again,) = chained.engine.step([row(PageTable(), [9] * 9, 3)]).rows
-    assert again.tokens == plain.engine.step([row(PageTable(), [9] * 9, 3)]).rows[0].tokens
+    (again,) = engine.step([row(PageTable(), [9] * 9, 3)]).rows
+    assert again.tokens == load(folder).step([row(PageTable(), [9] * 9, 3)]).rows[0].tokens
     assert again.error is None
