@@ -1,4 +1,5 @@
-"""Page pool, forks and prefix cache against a plain model that knows what is written where."""
+"""Pages, forks and the prefix cache against a plain model that knows what is written where: what windows left is free,
+what is seen is there, and nothing of another scope."""
 
 from __future__ import annotations
 
@@ -10,194 +11,188 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.kv.groups import PageGroup, lanes_of, page_groups
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
+from scheduler.page_counts import PageCounts
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 SCOPES = (b"", b"s" * 32)
+LAYERS = ([None], [None, 3], [None, 5, 5, 5], [4, 4], [None, None, 2], [None, 2, 2, 7, 7, 7, 7])
+MOST_AHEAD = 12
 
 
 @dataclass
 class Held:
     tokens: list[int] = field(default_factory=list)
     table: PageTable = field(default_factory=PageTable)
-    keys: list[PageKey] = field(default_factory=lambda: [SCOPES[0]])
+    keys: list[PageKey] = field(default_factory=lambda: [b""])
+    committed: int = 0
 
 
-class SharedPages(RuleBasedStateMachine):
-    """Sequences of two scopes over two tokens, so that they begin alike often. The model: the token last written to
-    each place of each page, which page is known for which tokens of which scope, and in which order the
-    free ones were dropped."""
+class Pages(RuleBasedStateMachine):
+    """Sequences of two scopes over two tokens, so that they begin alike often. The KV of a position is its scope and
+    all tokens up to it: the model knows what lies where in the memory of each page, whichever group it serves."""
 
-    @initialize(total=st.integers(1, 8), page_size=st.integers(1, 3))
-    def start(self, total: int, page_size: int) -> None:
-        self.pool = PagePool(total, page_size)
+    @initialize(windows=st.sampled_from(LAYERS), total=st.integers(4, 24), page_size=st.integers(1, 3))
+    def start(self, windows: list[int | None], total: int, page_size: int) -> None:
+        self.groups = page_groups(windows)
+        self.pool = PagePool(total, page_size, self.groups)
         self.cache = PrefixCache(self.pool)
-        self.size = page_size
-        self.memory = [[-1] * page_size for _ in range(total)]
-        self.known: dict[tuple[bytes, tuple[int, ...]], int] = {}
-        self.dropped = list(range(total - 1, -1, -1))
+        self.spans = [group.slices * page_size for group in self.groups]
+        self.counts = PageCounts(tuple(self.spans), tuple(group.window or 0 for group in self.groups), MOST_AHEAD)
+        self.memory: list[dict[int, tuple[object, ...]]] = [{} for _ in range(total)]
         self.held: list[Held] = []
 
-    def holders(self, page: int) -> int:
-        return sum(page in held.table.pages for held in self.held)
-
-    def lose_name(self, page: int) -> None:
-        self.known = {tokens: known for tokens, known in self.known.items() if known != page}
-
-    def expect_handed_out(self) -> int:
-        """A page that nobody could find, the last dropped; else of the known ones the one dropped first."""
-        named = set(self.known.values())
-        nameless = [page for page in self.dropped if page not in named]
-        return nameless[-1] if nameless else self.dropped[0]
-
     def feed(self, held: Held, tokens: list[int]) -> None:
-        place, before = held.table.length, list(held.table.pages)
-        fits = (place + len(tokens) - 1) // self.size + 1 - len(before) <= len(self.dropped)
+        first = held.table.length
+        ends = [*(run.end for run in held.table.runs), *(0 for _ in self.groups)]
+        needed = [-(-(first + len(tokens)) // span) - end for span, end in zip(self.spans, ends, strict=False)]
+        fits = sum(max(0, count) for count in needed) <= self.pool.free_pages
         assert self.pool.can_append(held.table, len(tokens)) == fits
+        before = list(held.table.pages)
         try:
             self.pool.append(held.table, len(tokens))
         except OutOfPagesError:
             assert not fits
-            assert (held.table.pages, held.table.length) == (before, place)
+            assert (held.table.pages, held.table.length) == (before, first)
             return
         assert fits
-        for page in held.table.pages[len(before) :]:
-            assert page == self.expect_handed_out()
-            self.dropped.remove(page)
-            self.lose_name(page)
-        for position, token in enumerate(tokens, place):
-            self.memory[held.table.pages[position // self.size]][position % self.size] = token
         held.tokens += tokens
+        for span, run in zip(self.spans, held.table.runs, strict=True):
+            for place in range(first, first + len(tokens)):
+                page = run.pages[place // span - run.freed]
+                self.memory[page][place % span] = self.content(held, place)
 
-    def cut(self, held: Held, length: int) -> None:
-        """To `length`, or to the border before where it lies inside a page that another one shares."""
-        asked = length
-        if length % self.size and self.holders(held.table.pages[length // self.size]) > 1:
-            length -= length % self.size
-        pages = held.table.pages[-(-length // self.size) :]
-        assert self.pool.truncate(held.table, asked) == length
-        del held.tokens[length:], held.keys[length // self.size + 1 :]
-        if length % self.size:
-            self.lose_name(held.table.pages[-1])
-        self.dropped += [page for page in reversed(pages) if not self.holders(page)]
+    @staticmethod
+    def content(held: Held, place: int) -> tuple[object, ...]:
+        return held.keys[0], *held.tokens[: place + 1]
+
+    def settle(self, held: Held, rejected: int) -> None:
+        """As a worker does after a step."""
+        self.pool.truncate(held.table, held.table.length - rejected)
+        del held.tokens[held.table.length :], held.keys[held.table.length // self.pool.page_size + 1 :]
+        self.commit(held)
+
+    def commit(self, held: Held) -> None:
+        held.committed = held.table.length
+        self.cache.register(held.table, held.keys, held.tokens, held.committed)
+        self.pool.trim(held.table, held.committed)
 
     def a_sequence(self, which: int) -> Held:
         return self.held[which % len(self.held)]
 
-    @rule(tokens=TOKENS, leave=st.integers(0, 2), settles=st.booleans(), scope=st.sampled_from(SCOPES))
-    def open(self, tokens: list[int], leave: int, settles: bool, scope: bytes) -> None:
+    @rule(tokens=TOKENS, more=TOKENS, leave=st.integers(0, 2), scope=st.sampled_from(SCOPES))
+    def open(self, tokens: list[int], more: list[int], leave: int, scope: bytes) -> None:
         """Takes over what is known, then feeds the rest."""
-        held = Held(keys=[scope])
-        limit = max(0, len(tokens) - leave)
-        expected: list[int] = []
-        while (len(expected) + 1) * self.size <= limit:
-            page = self.known.get((scope, tuple(tokens[: (len(expected) + 1) * self.size])))
-            if page is None:
-                break
-            expected.append(page)
+        held, known = Held(keys=[scope]), [*tokens, *more]
         self.held.append(held)
-        assert self.cache.share(held.table, held.keys, tokens, limit) == len(expected) * self.size
-        assert held.table.pages == expected
-        self.dropped = [page for page in self.dropped if page not in expected]
-        held.tokens = tokens[: held.table.length]
-        if rest := tokens[held.table.length :]:
+        shared = self.cache.share(held.table, held.keys, known, max(0, len(known) - leave))
+        assert shared == held.table.length <= max(0, len(known) - leave)
+        held.tokens = known[:shared]
+        held.committed = shared
+        if rest := known[shared : shared + MOST_AHEAD]:
             self.feed(held, rest)
-        if settles:
-            self.register(held, held.table.length)
+        self.settle(held, 0)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 9), tokens=TOKENS, committed=st.integers(0, 9))
-    def go_on(self, which: int, tokens: list[int], committed: int) -> None:
+    @rule(which=st.integers(0, 9), tokens=TOKENS, rejected=st.integers(0, 12))
+    def go_on(self, which: int, tokens: list[int], rejected: int) -> None:
         held = self.a_sequence(which)
-        page = held.table.pages[-1] if held.table.length % self.size else None
-        assert page is None or self.holders(page) == 1
+        before = held.table.length
         self.feed(held, tokens)
-        self.register(held, min(held.table.length, committed))
-
-    def register(self, held: Held, length: int) -> None:
-        scope, first = held.keys[0], len(held.keys) - 1
-        self.cache.register(held.table, held.keys, held.tokens, length)
-        for place in range(first, length // self.size):
-            tokens, page = tuple(held.tokens[: (place + 1) * self.size]), held.table.pages[place]
-            if page not in self.known.values():
-                self.known.setdefault((scope, tokens), page)
+        self.settle(held, min(rejected, held.table.length - before))
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 9), length=st.integers(0, 9))
-    def truncate(self, which: int, length: int) -> None:
+    @rule(which=st.integers(0, 9), length=st.integers(0, 40))
+    def go_back(self, which: int, length: int) -> None:
+        """Further than a worker has to: either all that is seen from there is kept, or nothing."""
         held = self.a_sequence(which)
-        self.cut(held, min(length, held.table.length))
+        length = min(length, held.table.length)
+        self.settle(held, held.table.length - length)
+        ends = {length, length - length % self.pool.border}
+        assert held.table.length in (ends | {0} if any(group.window for group in self.groups) else ends)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 9), length=st.integers(0, 9))
-    def fork(self, which: int, length: int) -> None:
-        """Whole pages are shared; a part of one is copied to a page of the fork's own."""
+    @rule(which=st.integers(0, 9), assumed=TOKENS, accepted=st.integers(0, 12), ahead=st.integers(0, 9))
+    def fork(self, which: int, assumed: list[int], accepted: int, ahead: int) -> None:
+        """As a draft does that goes on from tokens which may be rejected: whole pages are shared, a part is copied."""
         held = self.a_sequence(which)
-        whole, rest = divmod(min(length, held.table.length), self.size)
-        if rest and not self.dropped:
-            with pytest.raises(OutOfPagesError, match="1 more pages needed, 0 of"):
-                self.pool.fork(held.table, whole * self.size + rest)
-            return
-        own = self.expect_handed_out() if rest else None
-        table, copies = self.pool.fork(held.table, whole * self.size + rest)
-        if own is None:
-            assert not copies
-        else:
-            assert copies == [(held.table.pages[whole], own)]
-            self.dropped.remove(own)
-            self.lose_name(own)
-            self.memory[own] = list(self.memory[held.table.pages[whole]])
-        self.held.append(Held(held.tokens[: table.length], table, held.keys[: whole + 1]))
+        self.feed(held, assumed)
+        length = min(held.committed + accepted, held.table.length)
+        parts = sum(length % span > 0 for span in self.spans)
+        try:
+            table, copies = self.pool.fork(held.table, length)
+        except OutOfPagesError:
+            assert parts > self.pool.free_pages
+            return self.settle(held, held.table.length - held.committed)
+        assert len(copies) == parts
+        for source, page in copies:
+            self.memory[page] = dict(self.memory[source])
+        fork = Held(held.tokens[:length], table, list(held.keys), held.committed)
+        self.held.append(fork)
+        self.feed(fork, [1] * ahead)
+        self.settle(fork, 0)
+        return self.settle(held, held.table.length - length)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))
     def forget(self, which: int) -> None:
-        held = self.a_sequence(which)
+        """Nobody finds the sequence's pages any more."""
+        held, found = self.a_sequence(which), PageTable()
         self.cache.forget(held.table)
-        for page in held.table.pages:
-            self.lose_name(page)
+        self.cache.share(found, held.keys[:1], held.tokens, held.table.length)
+        assert not {*found.pages} & {*held.table.pages}
+        self.pool.free(found)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 9))
+    def move(self, which: int) -> None:
+        """A sequence's pages become those of another table, page by page."""
+        held, moved = self.a_sequence(which), PageTable()
+        try:
+            self.pool.take(moved, held.table.length)
+        except OutOfPagesError:
+            assert not moved.pages
+            return
+        assert [run.freed for run in moved.runs] == [run.freed for run in held.table.runs]
+        for source, page in zip(held.table.pages, moved.pages, strict=True):
+            self.memory[page] = dict(self.memory[source])
+        self.pool.free(held.table)
+        held.table, held.keys = moved, held.keys[:1]
+        self.commit(held)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))
     def leave(self, which: int) -> None:
-        held = self.a_sequence(which)
-        self.cut(held, 0)
-        self.held.remove(held)
+        self.pool.free(self.held.pop(which % len(self.held)).table)
 
     @invariant()
-    def every_sequence_reads_its_own_tokens(self) -> None:
+    def what_is_seen_is_there(self) -> None:
         for held in self.held:
-            read = [token for page in held.table.pages for token in self.memory[page]]
-            assert read[: held.table.length] == held.tokens
+            assert len(held.tokens) == held.table.length
+            for group, span, run in zip(self.groups, self.spans, held.table.runs, strict=False):
+                seen = 0 if group.window is None else max(0, held.committed - group.window + 1)
+                for place in range(seen, held.table.length):
+                    page = run.pages[place // span - run.freed]
+                    assert self.memory[page][place % span] == self.content(held, place)
 
     @invariant()
-    def what_is_known_is_there(self) -> None:
-        for (scope, tokens), page in self.known.items():
-            assert tuple(self.memory[page]) == tokens[-self.size :]
-            found = Held(keys=[scope])
-            shared = self.cache.share(found.table, found.keys, tokens, len(tokens))
-            # A page whose front is gone waits for it to be computed again.
-            assert found.table.pages == [
-                self.known[scope, tokens[: (place + 1) * self.size]] for place in range(shared // self.size)
-            ]
-            whole = all((scope, tokens[:end]) in self.known for end in range(self.size, len(tokens), self.size))
-            assert (shared == len(tokens)) == whole
-            was_free = [page for page in reversed(found.table.pages) if page in self.dropped]
-            self.pool.free(found.table)
-            # Looking has made the free ones among them the last dropped.
-            self.dropped = [page for page in self.dropped if page not in was_free] + was_free
+    def no_more_pages_are_held_than_counted(self) -> None:
+        for held in self.held:
+            assert len(held.table.pages) <= self.counts.pages_for(held.table.length)
+            for group, span, run in zip(self.groups, self.spans, held.table.runs, strict=False):
+                if group.window is not None:
+                    assert len(run.pages) <= (group.window - 2) // span + 2
 
     @invariant()
     def pages_are_conserved(self) -> None:
         self.pool.check_conservation([held.table for held in self.held])
-        assert self.pool.free_pages == len(self.dropped)
-        assert sorted(self.dropped) == [p for p in range(self.pool.total_pages) if not self.holders(p)]
 
 
-TestSharedPages = SharedPages.TestCase
-TestSharedPages.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_pages_are_known_in_their_own_scope_alone() -> None:
@@ -210,14 +205,83 @@ def test_pages_are_known_in_their_own_scope_alone() -> None:
         assert cache.share(PageTable(), [scope], held.tokens, 4) == shared, scope
 
 
-@pytest.mark.parametrize("copies", [[], [(0, 3)], [(1, 4), (1, 2), (0, 3)]])
-def test_pages_are_copied_whole(copies: list[tuple[int, int]]) -> None:
-    kv = PagedKv(3, 5, 4, 2, 8, torch.bfloat16, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(1)
-    for layer in kv.layers:
-        layer.pool.copy_(torch.randn(layer.pool.shape, generator=generator))
-    expected = [kv.read_page(page) for page in range(6)]
-    for source, destination in copies:
-        expected[destination] = expected[source]
-    kv.copy_pages(copies)
-    assert all(torch.equal(kv.read_page(page), expected[page]) for page in range(6))
+# Of five pages, a sequence that left first had two, and another one.
+@pytest.mark.parametrize(("taken", "first", "second"), [(2, 4, 2), (3, 2, 2), (4, 0, 2), (5, 0, 0)])
+def test_what_was_used_last_is_known_longest(taken: int, first: int, second: int) -> None:
+    """Pages that nobody could find are handed out before, and the end of a prefix before its front."""
+    pool = PagePool(5, 2)
+    cache, sequences = PrefixCache(pool), (Held([1, 2, 3, 4]), Held([5, 6]))
+    for held in sequences:
+        pool.append(held.table, len(held.tokens))
+        cache.register(held.table, held.keys, held.tokens, len(held.tokens))
+    for held in sequences:
+        pool.free(held.table)
+    pool.append(PageTable(), 2 * taken)
+    found = [cache.share(PageTable(), [b""], held.tokens, len(held.tokens)) for held in sequences]
+    assert found == [first, second]
+
+
+def cached(windows: list[int | None], total: int, length: int) -> tuple[PagePool, PrefixCache, list[int]]:
+    """Pages of 2 positions, and the tokens of a sequence of that length that was computed four at a time, and left."""
+    pool = PagePool(total, 2, page_groups(windows))
+    cache, tokens, held = PrefixCache(pool), list(range(length)), Held()
+    while held.table.length < length:
+        pool.append(held.table, min(4, length - held.table.length))
+        cache.register(held.table, held.keys, tokens, held.table.length)
+        pool.trim(held.table, held.table.length)
+    pool.free(held.table)
+    return pool, cache, tokens
+
+
+# Of 20 positions, full layers have 10 pages and a window of 4 sees the last 2: the window's others are free, and found
+# as long as nobody has got them.
+@pytest.mark.parametrize(
+    ("total", "shared"),
+    [(20, 20), (14, 20)],
+)
+def test_a_prefix_is_found_where_its_window_is(total: int, shared: int) -> None:
+    _, cache, tokens = cached([None, 4], total, 20)
+    table = PageTable()
+    assert cache.share(table, [b""], [*tokens, 1], 20) == shared
+    assert [run.freed for run in table.runs] == [0, 8]
+
+
+@pytest.mark.parametrize(("total", "shared"), [(20, 12), (14, 0)])
+def test_a_shorter_prefix_needs_the_window_at_its_end(total: int, shared: int) -> None:
+    """Where other pages were handed out meanwhile, all of the full layers' pages are of no use."""
+    _, cache, tokens = cached([None, 4], total, 20)
+    assert cache.share(PageTable(), [b""], tokens[:13], 12) == shared
+
+
+def test_layers_share_the_memory_of_a_page() -> None:
+    """Of five layers with windows and one without, a page holds five times as many positions of the one."""
+    groups = page_groups([4, 4, None, 4, 4, 4])
+    assert groups == (PageGroup((2,), 5), PageGroup((0, 1, 3, 4, 5), 1, 4))
+    assert lanes_of(groups, 6) == 5
+    kv = PagedKv(6, 3, 16, 2, 8, torch.float32, torch.device("cpu"), groups=groups)
+    whole = torch.arange(4 * 5 * 2 * 2 * 16 * 8, dtype=torch.float32).view(4, 5, 2, 2, 16, 8)
+    for page in range(3):
+        kv.write_page(page, whole[page])
+    places = list(kv.places(0, [2, 0]))
+    assert torch.equal(kv.layers[2].pool[:, places], torch.cat((whole[2], whole[0])).transpose(0, 1))
+    for lane, layer in enumerate((0, 1, 3, 4, 5)):
+        assert torch.equal(kv.layers[layer].pool[:, [2, 0]], whole[[2, 0], lane].transpose(0, 1))
+    kv.scrub(0, places[3:], 9)
+    whole[2, 3, :, :, 9:] = whole[2, 4] = whole[0] = 0
+    assert all(torch.equal(kv.read_page(page), whole[page]) for page in range(3))
+
+
+@pytest.mark.parametrize(("windows", "spans"), [([None] * 4 + [9] * 22, (6, 1)), ([None] * 9 + [9] * 3, (1, 3))])
+def test_little_of_a_page_is_left_empty(windows: list[int | None], spans: tuple[int, ...]) -> None:
+    groups = page_groups(windows)
+    assert tuple(group.slices for group in groups) == spans
+    assert all(len(group.layers) * group.slices > 0.9 * lanes_of(groups, len(windows)) for group in groups)
+
+
+@pytest.mark.parametrize(("pages", "longest"), [(1, 0), (2, 16), (7, 80), (16, 400), (17, 480), (1000, 1000)])
+def test_the_longest_sequence_of_so_many_pages(pages: int, longest: int) -> None:
+    """Pages of 16 positions of layers with a window of 64, and of 80 of the others; steps of up to 96 tokens. A window
+    has 10 + 1 pages at most; full layers take one for each five of its."""
+    counts = PageCounts((80, 16), (0, 64), 96)
+    assert counts.longest(pages, 1000) == longest
+    assert longest in (0, 1000) or counts.pages_for(longest) <= pages < counts.pages_for(longest + 1)
