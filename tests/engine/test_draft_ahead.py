@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.attention.paged_step import ATTENTION_NAME
 from engine.drafting.model_draft import DraftEngine
 from engine.kv.pages import PageTable
 from engine.models.draft_vocabulary import FILE_NAME
@@ -19,6 +20,7 @@ from engine.sampling.noise import gumbel, row_key
 from engine.steps import AheadProposal, AheadRow, ProposeRow, RowOutcome
 from scheduler.sampling import Grammar, SamplingParameters
 from tests.engine.test_draft_engine import load
+from tests.support.distribution import distribution
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
@@ -41,19 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose layers the CPU kernels take, on pages of 16 positions."""
-    folder = tmp_path_factory.mktemp("wide")
-    tiny_model("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engines(folder: Path, wide_folder: Path) -> dict[str, DraftEngine]:
+def engines(folder: Path) -> dict[str, DraftEngine]:
+    of_kernels = tiny_model("llama")
+    of_kernels.set_attn_implementation(ATTENTION_NAME)
     return {
         "float32": load(folder),
         "bfloat16": load(folder, dtype="bfloat16"),
-        "kernels": load(wide_folder, dtype="bfloat16", page_size=16),
+        "kernels": load(of_kernels.bfloat16(), page_size=16),
     }
 
 
@@ -135,54 +131,19 @@ def test_each_outcome_has_the_proposal_of_an_ordinary_step(
 # --- which outcomes ---------------------------------------------------------------------------------------------------
 
 
-def scores(
-    logits: Sequence[float], sampling: SamplingParameters, history: Sequence[int], prompt_length: int
-) -> list[float]:
-    """Logits as penalties and bias shape them, at their temperature and with the noise of their position."""
-    found = list(logits)
-    output = history[prompt_length:]
-    for token in set(history):
-        found[token] *= sampling.repetition_penalty if found[token] < 0 else 1 / sampling.repetition_penalty
-    for token in set(output):
-        found[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
-    for token, bias in sampling.logit_bias.items():
-        found[token] += bias
-    for word in sampling.bad_words:
-        if len(word) == 1:
-            found[word[0]] = -math.inf
-    if sampling.temperature == 0:
-        return found
-    found = [score / sampling.temperature for score in found]
-    if sampling.top_k:
-        least = sorted(found)[-sampling.top_k]
-        found = [score if score >= least else -math.inf for score in found]
-    if sampling.top_p < 1:
-        shares, before = softmax(found), 0.0
-        for token in sorted(range(len(found)), key=lambda token: -found[token]):
-            if before >= sampling.top_p:
-                found[token] = -math.inf
-            before += shares[token]
-    key = torch.tensor(row_key(sampling.seed, len(history)))
-    noise = gumbel(key, torch.arange(len(found))).tolist()
-    return [score + one for score, one in zip(found, noise, strict=True)]
-
-
-def softmax(values: Sequence[float]) -> list[float]:
-    largest = max(values)
-    weights = [math.exp(value - largest) for value in values]
-    return [weight / sum(weights) for weight in weights]
-
-
 def chances(row: AheadRow, logits: Sequence[Sequence[float]], known: Sequence[int]) -> dict[tuple[int, int], float]:
     """Of every outcome; `logits` after the history and after each assumed token, of the `known` tokens."""
     found: dict[tuple[int, int], float] = {}
     reached = 1.0
     for accepted, line in enumerate(logits):
         history = [*row.history, *row.assumed[:accepted]]
-        full = [-math.inf] * VOCABULARY
-        for token, logit in zip(known, line, strict=True):
-            full[token] = logit
-        shares = softmax(scores(full, row.sampling, history, row.prompt_length))
+        full = np.full(VOCABULARY, -np.inf)
+        full[list(known)] = line
+        shares = distribution(full, row.sampling, history, row.prompt_length)
+        if not row.sampling.greedy:
+            key = torch.tensor(row_key(row.sampling.seed, len(history)))
+            shares *= gumbel(key, torch.arange(VOCABULARY)).double().exp().numpy()
+            shares /= shares.sum()
         right = row.assumed[accepted] if accepted < len(row.assumed) else None
         found |= {(accepted, token): reached * share for token, share in enumerate(shares) if token != right}
         reached *= shares[right] if right is not None else 0.0

@@ -1,10 +1,6 @@
-"""Drawn tokens follow the processed target distribution, and two models that share noise often draw the same token.
-
-The oracle works in float64 numpy from the definitions alone and shares no code with the engine.
-"""
+"""Drawn tokens follow the processed target distribution, and two models that share noise often draw the same token."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,40 +10,11 @@ from scipy import stats
 
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from scheduler.sampling import SamplingParameters
+from tests.support.distribution import distribution
 
 HISTORY = (3, 3, 5, 7, 7, 7, 11, 2)
 PROMPT_LENGTH = 3
 LEAST_P_VALUE = 1e-4
-
-
-def oracle(logits: Sequence[float], sampling: SamplingParameters) -> np.ndarray:
-    """The distribution that `sampling` makes of `logits` after HISTORY."""
-    scores = np.array(logits, dtype=np.float64)
-    for token in set(HISTORY):
-        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
-    for token, count in Counter(HISTORY[PROMPT_LENGTH:]).items():
-        scores[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
-    for token, bias in sampling.logit_bias.items():
-        scores[token] += bias
-    scores /= sampling.temperature
-    probabilities = np.exp(scores - scores.max())
-    probabilities /= probabilities.sum()
-    order = sorted(range(len(scores)), key=lambda token: (-probabilities[token], token))
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    if sampling.top_p < 1:
-        mass = probabilities[order].sum()
-        nucleus, total = [], 0.0
-        for token in order:
-            if total >= sampling.top_p * mass:
-                break
-            nucleus.append(token)
-            total += probabilities[token]
-        order = nucleus
-    order = [token for token in order if probabilities[token] >= sampling.min_p * probabilities.max()]
-    kept = np.zeros_like(probabilities)
-    kept[order] = probabilities[order]
-    return kept / kept.sum()
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -99,7 +66,7 @@ def test_draws_follow_the_distribution(settings: dict[str, float]) -> None:
         SamplingContext(SamplingParameters(seed=seed, **settings), 8, HISTORY, PROMPT_LENGTH) for seed in range(draws)
     ]  # type: ignore[arg-type]
     counts = counts_of(sample_tokens(line.expand(draws, size), rows), size)
-    assert p_value(counts, oracle(line.tolist(), rows[0].sampling)) > LEAST_P_VALUE
+    assert p_value(counts, distribution(line.tolist(), rows[0].sampling, HISTORY, PROMPT_LENGTH)) > LEAST_P_VALUE
 
 
 def test_draws_at_successive_positions_follow_the_distribution() -> None:
@@ -108,7 +75,7 @@ def test_draws_at_successive_positions_follow_the_distribution() -> None:
     sampling = SamplingParameters(temperature=1.0, seed=77)
     rows = [SamplingContext(sampling, position, (), 0) for position in range(20_000)]
     tokens = sample_tokens(line.expand(len(rows), 30), rows)
-    probabilities = oracle(line.tolist(), sampling)
+    probabilities = distribution(line.tolist(), sampling, (), 0)
     assert p_value(counts_of(tokens, 30), probabilities) > LEAST_P_VALUE
     # Neighbours are independent: pairs follow the product.
     pairs = [first * 30 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]  # type: ignore[operator]
