@@ -32,35 +32,13 @@ GRID = [
 class Workers:
     """A target and a draft in this process, on one instruction set."""
 
-    def __init__(
-        self,
-        isa: str,
-        target: str,
-        draft: str,
-        dtype: str,
-        max_tokens: int = 48,
-        quantization: str = "auto",
-        kv_cache_dtype: str = "auto",
-        prefix_cache: bool = False,
-    ) -> None:
-        """`max_tokens` of a step. With `prefix_cache`, later runs find the prompts of those before."""
-        settings = [
-            EngineSettings(
-                model,
-                dtype,
-                quantization,
-                cpu_isa=isa,
-                threads=1,
-                page_size=16,
-                kv_pages=200,
-                max_num_batched_tokens=max_tokens,
-                kv_cache_dtype=kv_cache_dtype,
-            )
-            for model in (target, draft)
-        ]
+    def __init__(self, isa: str, target: str, draft: str, prefix_cache: bool = False, **settings: Any) -> None:
+        """With `prefix_cache`, later runs find the prompts of those before."""
+        sizes = {"threads": 1, "page_size": 16, "kv_pages": 200, "max_num_batched_tokens": 48}
+        of_target, of_draft = (EngineSettings(model, cpu_isa=isa, **(sizes | settings)) for model in (target, draft))
         self.workers = {
-            "target": TargetStepExecutor(load_target_engine(settings[0], lambda *_: None), prefix_cache=prefix_cache),
-            "draft": DraftStepExecutor(load_draft_engine(settings[1], lambda *_: None), prefix_cache=prefix_cache),
+            "target": TargetStepExecutor(load_target_engine(of_target, lambda *_: None), prefix_cache=prefix_cache),
+            "draft": DraftStepExecutor(load_draft_engine(of_draft, lambda *_: None), prefix_cache=prefix_cache),
         }
 
     def outputs(self, config: SchedulerConfig, prompts: list[list[int]], max_tokens: int) -> list[Output]:
@@ -84,78 +62,55 @@ class Workers:
                 assert output.logits_digests == expected.logits_digests
 
 
-# Instruction set, family, sizes other than usual, dtype, and what is compared. The dtypes differ in how kernels load
-# and store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
-PAIRS = [
-    *((isa, "llama", {"head_dim": 64}, "bfloat16", GRID if isa == ISAS[0] else SOME) for isa in ISAS),
-    (AUTO, "llama", {}, "float16", SOME),
-    (AUTO, "llama", {"head_dim": 128}, "float32", SOME),
-    (AUTO, "llama", TORCH_SHAPE, "bfloat16", SOME),
-    *((AUTO, family, {"hidden_size": 128}, "bfloat16", SOME) for family in SPARSE if family not in WINDOWED),
-    (AUTO, "glm4", {}, "bfloat16", SOME),
-    *((ISAS[0], family, shape, "bfloat16", SOME) for family, shape in WINDOWED.items()),
+HEADS = {"head_dim": 64}
+KV8 = {"kv_cache_dtype": "int8", "prefix_cache": True}
+# Instruction set, family, sizes other than usual, dtype, and other settings. The dtypes differ in how kernels load and
+# store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
+PAIRS: list[Any] = [
+    *((isa, "llama", HEADS, "bfloat16", {}) for isa in ISAS),
+    (AUTO, "llama", {}, "float16", {}),
+    (AUTO, "llama", {"head_dim": 128}, "float32", {}),
+    (AUTO, "llama", TORCH_SHAPE, "bfloat16", {}),
+    *((AUTO, family, {"hidden_size": 128}, "bfloat16", {}) for family in SPARSE if family not in WINDOWED),
+    (AUTO, "glm4", {}, "bfloat16", {}),
+    *((ISAS[0], family, shape, "bfloat16", {}) for family, shape in WINDOWED.items()),
     *(
-        pytest.param(isa, family, shape, "bfloat16", SOME, marks=pytest.mark.long)
+        pytest.param(isa, family, shape, "bfloat16", {}, marks=pytest.mark.long)
         for isa in ISAS[1:]
         for family, shape in WINDOWED.items()
     ),
-    (AUTO, "gemma2", TORCH_SHAPE, "bfloat16", SOME),
+    (AUTO, "gemma2", TORCH_SHAPE, "bfloat16", {}),
+    # Weights in codes.
+    *((isa, "llama", HEADS, "bfloat16", {"quantization": bits}) for isa in ISAS for bits in ("int4", "int8")),
+    (AUTO, "qwen3", HEADS, "float32", {"quantization": "int4"}),
+    (AUTO, "qwen3", HEADS, "float16", {"quantization": "int8"}),
+    # KV in codes; with the sizes of TORCH_SHAPE, of matrix products.
+    *((isa, "llama", HEADS, "bfloat16", KV8) for isa in ISAS),
+    (AUTO, "llama", {"head_dim": 128}, "float32", KV8),
+    ("avx2" if "avx2" in ISAS else AUTO, "llama", HEADS, "float32", KV8),
+    (AUTO, "llama", {}, "float16", KV8),
+    (AUTO, "llama", TORCH_SHAPE, "bfloat16", KV8),
+    (AUTO, "llama", TORCH_SHAPE, "float32", KV8),
+    # Keys are written by torch; windows, soft caps and sinks.
+    (AUTO, "gemma2", {}, "bfloat16", KV8),
+    (AUTO, "gpt_oss", {"hidden_size": 128}, "bfloat16", KV8),
+    (AUTO, "qwen3", WINDOWED["qwen3"], "bfloat16", KV8),
 ]
 
 
-@pytest.mark.parametrize(("isa", "family", "shape", "dtype", "grid"), PAIRS)
+@pytest.mark.parametrize(("isa", "family", "shape", "dtype", "settings"), PAIRS)
 def test_tiny_pairs(
-    isa: str, family: str, shape: dict[str, Any], dtype: str, grid: Sequence[tuple[Policy, int, int]], tmp_path: Path
+    isa: str, family: str, shape: dict[str, Any], dtype: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     compiled_kernels()
     folders = save_tiny_pair(family, tmp_path, **shape)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 70, 17, 90, 16)]
-    Workers(isa, *map(str, folders), dtype).check(prompts, 10, grid)
-
-
-@pytest.mark.parametrize(
-    ("isa", "family", "dtype", "quantization"),
-    [
-        *((isa, "llama", "bfloat16", quantization) for isa in ISAS for quantization in ("int4", "int8")),
-        (AUTO, "qwen3", "float32", "int4"),
-        (AUTO, "qwen3", "float16", "int8"),
-    ],
-)
-def test_quantized_pairs(isa: str, family: str, dtype: str, quantization: str, tmp_path: Path) -> None:
-    compiled_kernels()
-    folders = save_tiny_pair(family, tmp_path, head_dim=64)
-    rng = random.Random(3)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
-    workers = Workers(isa, *map(str, folders), dtype, quantization=quantization)
-    workers.check(prompts, 10, SOME)
-
-
-@pytest.mark.parametrize(
-    ("isa", "family", "shape", "dtype"),
-    [
-        *((isa, "llama", {"head_dim": 64}, "bfloat16") for isa in ISAS),
-        (AUTO, "llama", {"head_dim": 128}, "float32"),
-        ("avx2" if "avx2" in ISAS else AUTO, "llama", {"head_dim": 64}, "float32"),
-        (AUTO, "llama", {}, "float16"),
-        # Attention by matrix products.
-        (AUTO, "llama", TORCH_SHAPE, "bfloat16"),
-        (AUTO, "llama", TORCH_SHAPE, "float32"),
-        # Keys are written by torch; windows, soft caps and sinks.
-        (AUTO, "gemma2", {}, "bfloat16"),
-        (AUTO, "gpt_oss", {"hidden_size": 128}, "bfloat16"),
-        (AUTO, "qwen3", WINDOWED["qwen3"], "bfloat16"),
-    ],
-)
-def test_pairs_with_quantized_kv(isa: str, family: str, shape: dict[str, Any], dtype: str, tmp_path: Path) -> None:
-    compiled_kernels()
-    folders = save_tiny_pair(family, tmp_path, **shape)
-    rng = random.Random(3)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
-    Workers(isa, *map(str, folders), dtype, kv_cache_dtype="int8", prefix_cache=True).check(prompts, 10, SOME)
+    is_usual = (isa, family, settings) == (ISAS[0], "llama", {})
+    Workers(isa, *map(str, folders), dtype=dtype, **settings).check(prompts, 10, GRID if is_usual else SOME)
 
 
 def test_the_demo_pair() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
-    Workers(AUTO, "demo", "demo", "auto", max_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])
+    Workers(AUTO, "demo", "demo", max_num_batched_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])
