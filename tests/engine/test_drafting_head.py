@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
@@ -25,6 +24,7 @@ from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import TargetStepExecutor
 from tests.support.agreeing_heads import save_agreeing_pair
+from tests.support.decoding import generated
 from tests.support.eagle_heads import ReferenceEagle, head_config, head_tensors, save_head
 from tests.support.in_process import Output, run_in_process
 from tests.support.mtp_heads import FAMILIES, ReferenceMtp, save_target
@@ -32,6 +32,8 @@ from tests.support.reference_heads import ReferenceHead
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, quantize_to_int8, tiny_model
 
 LAYERS = 4
+AUXILIARY = "eagle_aux_hidden_state_layer_ids"
+SQUARE, NO_NUMBERS = torch.zeros(64, 64), torch.full((64,), math.nan)
 GREEDY = SamplingParameters()
 CASES = {
     "torch": ("llama", TORCH_SHAPE, {}),
@@ -110,7 +112,7 @@ def test_proposals_are_those_of_the_published_description(
     for _ in range(14):
         rows = []
         for follower in followers:
-            right = plain(reference.target, follower.known, 3)[: rng.randrange(4)]
+            right = generated(reference.target, follower.known, 3)[: rng.randrange(4)]
             drafts = [*right, *rng.choices(range(VOCABULARY), k=2)][: rng.randrange(5)]
             rows.append(follower.row(drafts, rng.choice((0, 1, 4))))
         for row, follower, outcome in zip(rows, followers, engine.step(rows).rows, strict=True):
@@ -119,14 +121,6 @@ def test_proposals_are_those_of_the_published_description(
             compared += len(proposal)
     assert compared > 60
     assert max(len(follower.known) for follower in followers) > 60
-
-
-def plain(model: PreTrainedModel, tokens: Sequence[int], count: int) -> list[int]:
-    known = torch.tensor([tokens])
-    with torch.no_grad():
-        for _ in range(count):
-            known = torch.cat((known, model(known).logits[:, -1:].argmax(-1)), 1)
-    return known[0, len(tokens) :].tolist()
 
 
 def test_drawn_proposals_have_the_noise_of_the_target(tmp_path: Path) -> None:
@@ -229,64 +223,55 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         head = str(save_head(tmp_path / "huge", config, tensors))
     follower = Follower(load(target, head), range(20))
     assert [follower.step() for _ in range(20)] == [[]] * 20
-    assert follower.known[20:] == plain(model, range(20), 20)
+    assert follower.known[20:] == generated(model, range(20), 20)
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensors", "reason"),
+    ("family", "fields", "tensors", "reason"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, {}, "must be LlamaForCausalLMEagle3"),
-        ({"hidden_size": 128}, {}, "hidden_size is 128, must be 64"),
-        ({"vocab_size": 100}, {}, "vocab_size is 100, must be 96"),
-        ({"num_hidden_layers": 2}, {}, "must have 1"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, {}, r"layers \[0, 1, 4\], must be 3 of the target's 4"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, {}, r"layers \[2, 2, 1\], must be 3 of the target's 4"),
-        ({"norm_before_fc": True}, {}, "norm_before_fc is True"),
-        ({}, {"fc.weight": None}, "holds no fc.weight"),
-        ({}, {"fc.weight": torch.zeros(64, 64)}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
-        ({}, {"norm.weight": torch.full((64,), math.nan)}, "norm.weight holds a value that is not a finite number"),
-        ({}, {"midlayer.extra": torch.zeros(1)}, "holds midlayer.extra"),
-        ({}, {"d2t": None}, "holds no d2t"),
-        ({}, {"d2t": torch.arange(48).flip(0) * 2}, "in ascending order"),
-        ({}, {"d2t": torch.full((48,), 49)}, "must name tokens of the target's 96"),
+        ("llama", {"architectures": ["LlamaForCausalLM"]}, {}, "must be LlamaForCausalLMEagle3"),
+        ("llama", {"hidden_size": 128}, {}, "hidden_size is 128, must be 64"),
+        ("llama", {"vocab_size": 100}, {}, "vocab_size is 100, must be 96"),
+        ("llama", {"num_hidden_layers": 2}, {}, "must have 1"),
+        ("llama", {AUXILIARY: [0, 1, 4]}, {}, r"layers \[0, 1, 4\], must be 3 of the target's 4"),
+        ("llama", {AUXILIARY: None}, {}, r"layers \[2, 2, 1\], must be 3 of the target's 4"),
+        ("llama", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
+        ("llama", {}, {"fc.weight": None}, "holds no fc.weight"),
+        ("llama", {}, {"fc.weight": SQUARE}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
+        ("llama", {}, {"norm.weight": NO_NUMBERS}, "norm.weight holds a value that is not a finite number"),
+        ("llama", {}, {"midlayer.extra": torch.zeros(1)}, "holds midlayer.extra"),
+        ("llama", {}, {"d2t": None}, "holds no d2t"),
+        ("llama", {}, {"d2t": torch.arange(48).flip(0) * 2}, "in ascending order"),
+        ("llama", {}, {"d2t": torch.full((48,), 49)}, "must name tokens of the target's 96"),
+        ("llama", None, {}, "llama has no MTP layer that is known, must be glm4_moe or mimo"),
+        ("glm4_moe", None, {}, "holds no MTP layer, whose tensors begin with model.layers.4."),
+        ("glm4_moe", {}, {"enorm.weight": None}, "the MTP layer of target holds no enorm.weight"),
+        ("glm4_moe", {}, {"eh_proj.weight": SQUARE}, r"\[64, 64\], must have \[64, 128\] by config.json"),
+        ("glm4_moe", {}, {"mlp.experts.3.up_proj.weight": None}, "the MTP layer of target cannot be loaded"),
+        ("mimo", {}, {"self_attn.q_proj.bias": NO_NUMBERS.repeat(2)}, "q_proj.bias holds a value that is not a fin"),
+        ("mimo", {}, {"final_layernorm.weight": None}, "holds no final_layernorm.weight"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(
-    tmp_path: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor | None], reason: str
+    tmp_path: Path,
+    family: str,
+    fields: dict[str, Any] | None,
+    tensors: dict[str, torch.Tensor | None],
+    reason: str,
 ) -> None:
-    target_folder, _, reference = pair(tmp_path, "llama", {})
-    config = head_config(reference.target)
-    changed = {name: one for name, one in (head_tensors(config) | tensors).items() if one is not None}
-    config = {name: value for name, value in (config | fields).items() if value is not None}
-    with pytest.raises(UnsupportedModelError, match=reason):
-        load(target_folder, save_head(tmp_path / "changed", config, changed))
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("llama", {}, "llama has no MTP layer that is known, must be glm4_moe or mimo"),
-        ("glm4_moe", None, "holds no MTP layer, whose tensors begin with model.layers.4."),
-        ("glm4_moe", {"enorm.weight": None}, "the MTP layer of target holds no enorm.weight"),
-        ("glm4_moe", {"eh_proj.weight": torch.zeros(64, 64)}, r"\[64, 64\], must have \[64, 128\] by config.json"),
-        ("glm4_moe", {"mlp.experts.3.up_proj.weight": None}, "the MTP layer of target cannot be loaded"),
-        (
-            "mimo",
-            {"self_attn.q_proj.bias": torch.full((128,), math.nan)},
-            "q_proj.bias holds a value that is not a fin",
-        ),
-        ("mimo", {"final_layernorm.weight": None}, "holds no final_layernorm.weight"),
-    ],
-)
-def test_an_mtp_layer_that_does_not_fit_is_refused(
-    tmp_path: Path, family: str, changes: dict[str, torch.Tensor | None] | None, reason: str
-) -> None:
-    if family == "llama" or changes is None:
-        tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "target")
+    """`fields`: None asks for the MTP layer of a target without one."""
+    folder, head = tmp_path / "target", "mtp"
+    if fields is None:
+        tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(folder)
+    elif family in FAMILIES:
+        save_target(folder, family, LAYERS, tensors)
     else:
-        save_target(tmp_path / "target", family, LAYERS, changes)
+        config = head_config(pair(tmp_path, family, {})[2].target)
+        changed = {name: one for name, one in (head_tensors(config) | tensors).items() if one is not None}
+        config = {name: value for name, value in (config | fields).items() if value is not None}
+        head = str(save_head(tmp_path / "changed", config, changed))
     with pytest.raises(UnsupportedModelError, match=reason):
-        load(tmp_path / "target", "mtp")
+        load(folder, head)
 
 
 def test_an_mtp_layer_of_a_quantised_checkpoint_is_expanded(tmp_path: Path) -> None:
@@ -298,22 +283,14 @@ def test_an_mtp_layer_of_a_quantised_checkpoint_is_expanded(tmp_path: Path) -> N
         assert follower.step() == reference.proposal(follower.known, 4)
 
 
-def test_layers_that_eagle_config_names_are_those_before(tmp_path: Path) -> None:
-    target_folder, head, reference = pair(tmp_path, "llama", {}, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    config = head_config(reference.target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
-    del config["eagle_aux_hidden_state_layer_ids"]
-    other = save_head(tmp_path / "other", config, head_tensors(config))
+def test_layers_that_eagle_config_names_are_those_before_and_pickled_weights_are_read(tmp_path: Path) -> None:
+    target_folder, head, reference = pair(tmp_path, "llama", {}, **{AUXILIARY: [1, 2, 3]})
+    config = head_config(reference.target, eagle_config={AUXILIARY: [0, 1, 2]})
+    del config[AUXILIARY]
+    other = save_head(tmp_path / "other", config, {})
+    (other / "model.safetensors").unlink()
+    torch.save(head_tensors(config), other / "pytorch_model.bin")
     first, second = (Follower(load(target_folder, one), range(12)) for one in (head, other))
-    assert first.step() == second.step() != []
-
-
-def test_pickled_weights_are_read(tmp_path: Path) -> None:
-    target_folder, head, reference = pair(tmp_path, "llama", {})
-    config = head_config(reference.target)
-    pickled = save_head(tmp_path / "pickled", config, {})
-    (pickled / "model.safetensors").unlink()
-    torch.save(head_tensors(config), pickled / "pytorch_model.bin")
-    first, second = (Follower(load(target_folder, one), range(12)) for one in (head, pickled))
     assert first.step() == second.step() != []
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.cpu.linear import prepack_linears
 from engine.errors import ExactModeUnavailableError
-from engine.exactness.calibration import calibrate, candidate_row_counts
+from engine.exactness.calibration import calibrate, candidate_row_counts, cheapest_first
 from engine.layers.joined_layers import FusedRmsNorm, join_layers
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
@@ -58,3 +58,10 @@ def test_the_models_own_norm_is_not(model: PreTrainedModel) -> None:
     prepack_linears(model, compiled_kernels(torch.float32))
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding"):
         accepted(model)
+
+
+def test_classes_that_compute_fewer_rows_for_small_passes_come_first() -> None:
+    small, middle, large = (1, 2, 4, 8, 16, 24, 40), (8, 16, 32, 48), tuple(range(96, 209, 16))
+    assert cheapest_first([large, small, middle]) == [small, middle, large]
+    # A class that ends early takes several passes.
+    assert cheapest_first([(1, 8, 16), (1, 8, 40)]) == [(1, 8, 40), (1, 8, 16)]
