@@ -90,12 +90,7 @@ MATRIX = f"{LAYER}.self_attn.q_proj.weight"
 SHAPES = {
     "model.embed_tokens.weight": [96, 64],
     f"{LAYER}.input_layernorm.weight": [64],
-    f"{LAYER}.post_attention_layernorm.weight": [64],
     MATRIX: [128, 64],
-    f"{LAYER}.self_attn.k_proj.weight": [64, 64],
-    f"{LAYER}.self_attn.v_proj.weight": [64, 64],
-    f"{LAYER}.self_attn.o_proj.weight": [64, 128],
-    f"{LAYER}.mlp.gate_proj.weight": [96, 64],
     f"{LAYER}.mlp.down_proj.weight": [64, 96],
     "model.norm.weight": [64],
     "lm_head.weight": [96, 64],
@@ -110,7 +105,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         for name, (rows, *columns) in SHAPES.items()
     },
     "renamed": (rename_all, "holds no lm_head.weight, .* and [0-9]+ more; it holds wrapped"),
-    "fewer columns": (replace(MATRIX, lambda weights: weights[:, 1:].clone()), rf"{MATRIX} has the shape \[128, 63\]"),
     "one dimension": (replace(MATRIX, torch.flatten), rf"{MATRIX} has the shape \[8192\], must have \[128, 64\]"),
     "integers": (replace(MATRIX, lambda weights: weights.to(torch.int32)), f"{MATRIX} is of dtype I32"),
     "not a number": (replace(MATRIX, _not_a_number), f"{MATRIX} holds a value that is not a finite number"),

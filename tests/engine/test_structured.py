@@ -132,19 +132,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         )
         for request, row in zip(batch, output[:, length:].tolist(), strict=True):
             expected[request.sequence_id] = row[: row.index(end) + 1] if end in row else row
-    settings = EngineSettings(
-        str(target), "float32", threads=1, page_size=8, kv_pages=600, max_num_batched_tokens=96, exact=False
-    )
+    settings = EngineSettings(str(target), "float32", threads=1, page_size=8, kv_pages=600, exact=False)
+    of_draft = replace(settings, model=str(draft), lookup_match=2)
+    target_engine = load_target_engine(replace(settings, max_num_batched_tokens=96), lambda *_: None)
     return Case(
         tokenizer,
-        TargetStepExecutor(load_target_engine(settings, lambda *_: None), worker_epoch=1, prefix_cache=False),
-        DraftStepExecutor(
-            load_draft_engine(
-                EngineSettings(str(draft), "float32", threads=1, page_size=8, kv_pages=600, lookup_match=2),
-                lambda *_: None,
-            ),
-            worker_epoch=1,
-        ),
+        TargetStepExecutor(target_engine, worker_epoch=1, prefix_cache=False),
+        DraftStepExecutor(load_draft_engine(of_draft, lambda *_: None), worker_epoch=1),
         requests,
         expected,
         end,
@@ -161,23 +155,25 @@ def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -
     [(Policy.RAGGED, 1, 3), pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow), (Policy.RAGGED, 8, 6)],
 )
 def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
-    config = SchedulerConfig(
-        batch_size=batch_size, max_running=20, policy=policy, draft_length=draft_length, prefill_chunk=16
-    )
     # One at a time takes long: every third, of all structures and both temperatures.
     requests = case.requests[:: 3 if batch_size == 1 else 1]
-    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    outputs = run(case, requests, case.draft, policy=policy, batch_size=batch_size, draft_length=draft_length)
     assert tokens_of(outputs, requests) == [case.expected[request.sequence_id] for request in requests]
     rounds = [round_ for output in outputs.values() for round_ in output.rounds if round_[0]]
     assert sum(accepted for _, accepted in rounds) > 0
     assert any(accepted < drafted for drafted, accepted in rounds)
 
 
+def run(
+    case: Case, requests: Sequence[SequenceRequest], draft: DraftStepExecutor, **settings: Any
+) -> dict[int, Output]:
+    usual = {"batch_size": 8, "max_running": 20, "policy": Policy.RAGGED, "draft_length": 3, "prefill_chunk": 16}
+    return run_in_process(SchedulerConfig(**(usual | settings)), {"target": case.target, "draft": draft}, requests)
+
+
 def test_prompt_lookup_changes_nothing(case: Case) -> None:
     """Its proposals are not masked: the target refuses what the grammar forbids."""
-    ngram = DraftStepExecutor(NgramEngine(), worker_epoch=1)
-    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=4, prefill_chunk=16)
-    outputs = run_in_process(config, {"target": case.target, "draft": ngram}, case.requests)
+    outputs = run(case, case.requests, DraftStepExecutor(NgramEngine(), worker_epoch=1))
     assert tokens_of(outputs, case.requests) == case.expected
 
 
@@ -187,8 +183,7 @@ def test_output_goes_on_from_any_of_its_tokens(case: Case) -> None:
         replace(request, committed_output=tuple(tokens[: request.sequence_id % len(tokens)]))
         for request, tokens in zip(case.requests, case.expected, strict=True)
     ]
-    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=3, prefill_chunk=16)
-    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    outputs = run(case, requests, case.draft)
     assert [[*r.committed_output, *out] for r, out in zip(requests, tokens_of(outputs, requests), strict=True)] == (
         case.expected
     )
@@ -199,7 +194,7 @@ def test_a_complete_output_ends_before_its_least_length(case: Case) -> None:
         min_tokens=9, end_token_ids=frozenset([case.end]), grammar=Grammar("start: /ab?/", frozenset([case.end]))
     )
     request = SequenceRequest(0, (5,), MAX_TOKENS, frozenset([case.end]), sampling)
-    outputs = run_in_process(SchedulerConfig(draft_length=3), {"target": case.target, "draft": case.draft}, [request])
+    outputs = run(case, [request], case.draft)
     # Only the end may follow "ab", so that it comes; "a" alone could go on.
     assert case.tokenizer.decode(outputs[0].tokens) == f"ab{END}"
     assert outputs[0].reason is FinishReason.STOP
@@ -210,9 +205,7 @@ def test_a_grammar_whose_only_token_is_forbidden_says_so(case: Case) -> None:
     sampling = SamplingParameters(
         min_tokens=3, end_token_ids=stops, grammar=Grammar("start: /a/", frozenset([case.end]))
     )
-    outputs = run_in_process(
-        SchedulerConfig(), {"target": case.target}, [SequenceRequest(0, (5,), MAX_TOKENS, stops, sampling)]
-    )
+    outputs = run(case, [SequenceRequest(0, (5,), MAX_TOKENS, stops, sampling)], case.draft)
     assert "allows only stop tokens, which min_tokens forbids" in (outputs[0].error or "")
 
 
@@ -220,7 +213,6 @@ def test_a_grammar_that_fails_hurts_nobody_else(case: Case) -> None:
     """The gateway lets none in; a gateway of another release might."""
     broken = SamplingParameters(grammar=Grammar("start: gone", frozenset([case.end])))
     requests = [replace(case.requests[0], sampling=broken), *case.requests[1:6]]
-    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=3, prefill_chunk=16)
-    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    outputs = run(case, requests, case.draft)
     assert 'the grammar failed: at 1(8): unknown name: "gone"' in (outputs[0].error or "")
     assert [outputs[index].tokens for index in range(1, 6)] == case.expected[1:6]

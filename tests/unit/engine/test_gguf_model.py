@@ -243,31 +243,27 @@ LLAMA3: dict[str, Any] = {
 }
 
 
-def test_scaled_rotary_positions_are_told_from_their_factors(tmp_path: Path) -> None:
-    factors = rope_factors(LLAMA3)
-    assert len(set(factors)) > 2
-    change: Change = lambda writer: writer.add_tensor("rope_freqs.weight", factors)  # noqa: E731
+def yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+def llama3(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", rope_factors(LLAMA3))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(llama3, LLAMA3), (yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})],
+)
+def test_scaled_rotary_positions_are_told(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
+    assert len(set(rope_factors(LLAMA3))) > 2
     parameters = write_model(tmp_path / "small.gguf", "llama", changes=[change])
     folder = gguf_folder(tmp_path / "small.gguf", SILENT)
     config = AutoConfig.from_pretrained(folder)
-    assert config.rope_parameters == LLAMA3 | {"rope_theta": 500_000.0}
+    assert config.rope_parameters == expected | {"rope_theta": 500_000.0}
     assert dict(gguf_weights(GgufFile(folder / "model.gguf"), config)).keys() == parameters.keys()
-
-
-def test_yarn_is_told(tmp_path: Path) -> None:
-    def yarn(writer: gguf.GGUFWriter) -> None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(4.0)
-        writer.add_rope_scaling_orig_ctx_len(32)
-
-    write_model(tmp_path / "small.gguf", "qwen2", changes=[yarn])
-    config = json.loads((gguf_folder(tmp_path / "small.gguf", SILENT) / "config.json").read_text())
-    assert config["rope_parameters"] == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 500_000.0,
-    }
 
 
 def stated(key: str, value: int | str | list[Any]) -> Change:
