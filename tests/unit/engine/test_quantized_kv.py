@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.attention.backends import AttentionRule, MatmulBackend, Span, unrestricted_form
-from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore, quantized_rows
+from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
 from tests.support.cpu_kernels import ISAS, compiled_kernels
+from tests.support.reference_attention import attended
 
 CPU = torch.device("cpu")
 PAGES, KV_HEADS, PAGE, DIM = 5, 2, 16, 64
@@ -45,16 +46,6 @@ def rows_of(dtype: torch.dtype, head_dim: int = DIM) -> torch.Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_and_scales_are_those_of_plain_python(dtype: torch.dtype) -> None:
-    rows = rows_of(dtype)
-    codes, scales = quantized_rows(rows)
-    for row, of_row, scale in zip(rows.tolist(), codes.tolist(), scales.tolist(), strict=True):
-        expected_codes, expected_scale = by_hand(row)
-        assert of_row == expected_codes
-        assert scale == expected_scale or (math.isnan(scale) and math.isnan(expected_scale))
-
-
 def written(rows: torch.Tensor) -> tuple[LayerKv, torch.Tensor]:
     """A layer with keys `rows` and values in the opposite order, each KV head with other rows; and their slots."""
     layer = LayerKv(PAGES, KV_HEADS, PAGE, rows.shape[1], rows.dtype, CPU, True)
@@ -65,10 +56,12 @@ def written(rows: torch.Tensor) -> tuple[LayerKv, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_pass_writes_each_row_to_its_place(dtype: torch.dtype) -> None:
+def test_a_pass_writes_the_codes_and_scales_of_plain_python(dtype: torch.dtype) -> None:
     rows = rows_of(dtype)
     layer, slots = written(rows)
     codes, scales = layer.parts
+    content = codes.float() * scales[..., None]
+    assert torch.allclose(layer.content(), content, rtol=0, atol=0, equal_nan=True)
     for index, row in enumerate(rows.tolist()):
         for which, place in enumerate((index, len(rows) - 1 - index)):
             slot, head = int(slots[place // KV_HEADS]), place % KV_HEADS
@@ -115,40 +108,35 @@ def test_a_row_that_is_not_finite_stays_so(isa: str, number: float) -> None:
 def test_matrix_products_attend_to_what_codes_say(rule: AttentionRule) -> None:
     layer = LayerKv(PAGES, 1, PAGE, DIM, torch.float32, CPU, True)
     layer.fill(torch.randn(2, PAGES, 1, PAGE, DIM, generator=torch.Generator().manual_seed(1)))
-    codes, scales = layer.parts
-    keys, values = (codes.double() * scales.double()[..., None])[:, [3, 1]].flatten(1, 3)
     query = torch.randn(4, 2, DIM, generator=torch.Generator().manual_seed(2))
-    backend = MatmulBackend(unrestricted_form(PAGE), 2, 1, PAGE, CPU)
-    found = backend.plan([Span(0, 4, 20, [3, 1])], 4).attend(layer, query, rule)
-    for row in range(4):
-        seen = slice(max(0, 21 + row - (rule.window or PAGES * PAGE)), 21 + row)
-        scores = query[row].double() @ keys[seen].T * rule.scaling
-        scores = scores if rule.softcap is None else rule.softcap * torch.tanh(scores / rule.softcap)
-        total = scores.exp().sum(-1) + (0 if rule.sinks is None else rule.sinks.double().exp())
-        torch.testing.assert_close(found[row].double(), scores.exp() / total[:, None] @ values[seen], rtol=0, atol=1e-5)
+    backend, spans = MatmulBackend(unrestricted_form(PAGE), 2, 1, PAGE, CPU), [Span(0, 4, 20, [3, 1])]
+    found = backend.plan(spans, 4).attend(layer, query, rule)
+    torch.testing.assert_close(found.double(), attended(layer, query, rule, spans), rtol=0, atol=1e-5)
 
 
-def pool(seed: int) -> PagedKv:
-    kv = PagedKv(2, PAGES, PAGE, KV_HEADS, DIM, torch.bfloat16, CPU, True)
+def pool(seed: int, quantized: bool = True) -> PagedKv:
+    kv = PagedKv(2, PAGES, PAGE, KV_HEADS, DIM, torch.bfloat16, CPU, quantized)
     for number, layer in enumerate(kv.layers):
         generator = torch.Generator().manual_seed(seed + number)
         layer.fill(torch.randn(2, kv.pages, KV_HEADS, PAGE, DIM, generator=generator))
     return kv
 
 
-def test_a_page_moves_with_its_scales() -> None:
-    source, destination = pool(1), pool(9)
+@pytest.mark.parametrize(("quantized", "row_bytes"), [(True, DIM + 4), (False, 2 * DIM)])
+def test_a_page_moves_whole(quantized: bool, row_bytes: int) -> None:
+    source, destination = pool(1, quantized), pool(9, quantized)
     before = [layer.content() for layer in destination.layers]
     giving, taking = (PagedKvStore(kv, "m", b"d") for kv in (source, destination))
     assert giving.layout == taking.layout
-    assert giving.layout.dtype == "int8"
+    assert giving.layout.dtype == ("int8" if quantized else "bfloat16")
     page = giving.read_page(3)
-    assert len(page) == giving.layout.page_bytes == 2 * 2 * KV_HEADS * PAGE * (DIM + 4)
+    assert len(page) == giving.layout.page_bytes == 2 * 2 * KV_HEADS * PAGE * row_bytes
     taking.write_page(1, page)
-    destination.copy_pages([(1, 4)])
+    destination.copy_pages([])
+    destination.copy_pages([(1, 4), (1, 2), (0, 3)])
     for old, layer, given in zip(before, destination.layers, source.layers, strict=True):
         for number in range(PAGES):
-            expected = given.content()[:, 3] if number in (1, 4) else old[:, number]
+            expected = given.content()[:, 3] if number in (1, 2, 4) else old[:, number % 3]
             assert torch.equal(layer.content()[:, number], expected)
 
 
