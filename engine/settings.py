@@ -80,36 +80,34 @@ class EngineSettings:
         return self.kv_cache_dtype == KV_INT8
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}, must be one of {', '.join(KV_CACHE_DTYPES)}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ValueError(f"quantization is {self.quantization!r}, must be one of {', '.join(QUANTIZATIONS)}")
-        if self.cpu_isa not in CPU_ISAS:
-            raise ValueError(f"cpu_isa is {self.cpu_isa!r}, must be one of {', '.join(CPU_ISAS)}")
+        choices = (
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("quantization", QUANTIZATIONS),
+            ("cpu_isa", CPU_ISAS),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(known)}")
         limits = (
             ("threads", 0, 1024),
             ("page_size", 1, 1024),
             ("max_num_batched_tokens", 8, 65536),
             ("tensor_parallel_size", 1, MOST_RANKS),
+            ("lookup_match", 1, LONGEST_LOOKUP_MATCH),
         )
         for name, low, high in limits:
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
+        for name in ("kv_pages", "kv_memory_bytes", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
-        if self.kv_pages is not None and self.kv_pages < 1:
-            raise ValueError(f"kv_pages is {self.kv_pages}, must be at least 1")
-        if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
-            raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}, must be at least 1")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len is {self.max_model_len}, must be at least 1")
         if self.draft_head is not None and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, must be 1 with the drafting head "
                 f"{self.draft_head}: a head runs beside a whole target"
             )
-        if self.lookup_match is not None and not 1 <= self.lookup_match <= LONGEST_LOOKUP_MATCH:
-            raise ValueError(f"lookup_match is {self.lookup_match}, must be between 1 and {LONGEST_LOOKUP_MATCH}")

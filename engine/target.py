@@ -97,7 +97,12 @@ class TargetEngine:
     def _sample(
         self, rows: Sequence[VerifyRow], logits: torch.Tensor, masking: Future[TokenMasks] | None
     ) -> list[RowOutcome]:
-        contexts = [context for row in rows if row.sample for context in _contexts(row)]
+        contexts = [
+            SamplingContext.after(row, row.draft_tokens[:drafted])
+            for row in rows
+            if row.sample
+            for drafted in range(len(row.draft_tokens) + 1)
+        ]
         failed = self._constrain(rows, logits, contexts, masking)
         spans = _spans(rows)
         asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
@@ -171,12 +176,6 @@ def _spans(rows: Sequence[VerifyRow]) -> list[range]:
     """Where each row's logits are among those of all."""
     ends = list(accumulate((len(row.draft_tokens) + 1 if row.sample else 0 for row in rows), initial=0))
     return list(map(range, ends, ends[1:]))
-
-
-def _contexts(row: VerifyRow) -> Iterator[SamplingContext]:
-    for drafted in range(len(row.draft_tokens) + 1):
-        history = [*row.history, *row.draft_tokens[:drafted]] if row.sampling.uses_history else row.history
-        yield SamplingContext(row.sampling, len(row.history) + drafted, history, row.prompt_length)
 
 
 def _accept(row: VerifyRow, own_tokens: Sequence[int | None]) -> RowOutcome:

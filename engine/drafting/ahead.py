@@ -120,7 +120,7 @@ class AheadDrafting:
         assumed: list[int | None] = []
         for index in indices:
             row = rows[index]
-            contexts += [_context(row, row.assumed[:accepted]) for accepted in range(len(row.assumed) + 1)]
+            contexts += [SamplingContext.after(row, row.assumed[:accepted]) for accepted in range(len(row.assumed) + 1)]
             assumed += [*row.assumed, None]
         most = max(rows[index].outcomes for index in indices)
         logits = logits[:, : self._description.vocabulary_size]
@@ -160,9 +160,3 @@ def _likeliest(row: int, places: Sequence[RankedTokens], count: int) -> list[_Re
         reached *= place.share
     possible = [result for result in results if result.chance > 0]
     return sorted(possible, key=lambda result: (-result.chance, result.accepted, result.token))[:count]
-
-
-def _context(row: AheadRow, after: Sequence[int]) -> SamplingContext:
-    """Of the token that follows the row's history and the tokens `after` it."""
-    history = [*row.history, *after] if row.sampling.uses_history else row.history
-    return SamplingContext(row.sampling, len(row.history) + len(after), history, row.prompt_length)

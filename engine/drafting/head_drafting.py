@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.attention.backends import Span
 from engine.drafting.context import HeadContext
 from engine.drafting.head import DraftingHead
-from engine.kv.kv_store import KvStore, PageLayout
 from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
 from engine.passes.features import Features
@@ -152,7 +151,7 @@ class HeadDrafting:
         tokens, positions, where = on_device(numbers, self._device).split(len(asking))
         plan = self._backend.plan(spans, len(spans))
         logits, features = self._head.propose(tokens, features, positions, self._kv, where, plan)
-        contexts = [_context(one) for one in asking]
+        contexts = [SamplingContext.after(one.row, one.known) for one in asking]
         chosen = sample_tokens(logits, contexts, self._head.token_ids, self._scan)
         probabilities = probabilities_of(logits, chosen, self._head.token_ids, self._scan)
         for one, token, probability in zip(asking, chosen, probabilities, strict=True):
@@ -176,30 +175,3 @@ class HeadDrafting:
     def forget(self, page: int) -> None:
         """The target's KV on the page comes from elsewhere."""
         self._context.reset(page)
-
-
-class HeadlessPages:
-    """The pages of a target that has a head, for other workers: they come and go without the head's KV."""
-
-    def __init__(self, store: KvStore, drafting: HeadDrafting) -> None:
-        self._store = store
-        self._drafting = drafting
-
-    @property
-    def layout(self) -> PageLayout:
-        return self._store.layout
-
-    def read_page(self, page: int) -> bytes:
-        return self._store.read_page(page)
-
-    def write_page(self, page: int, data: bytes) -> None:
-        """Raises ValueError unless `data` has as many bytes as a page."""
-        self._store.write_page(page, data)
-        self._drafting.forget(page)
-
-
-def _context(one: _Asking) -> SamplingContext:
-    """Of the token that follows the proposal so far."""
-    row, known = one.row, one.known
-    history = [*row.history, *known] if row.sampling.uses_history else row.history
-    return SamplingContext(row.sampling, len(row.history) + len(known), history, row.prompt_length)

@@ -169,7 +169,7 @@ class DraftEngine:
                 timings.add_pass(*result.clock.seconds())
                 continue
             logits = result.logits[:, : self.description.vocabulary_size]
-            contexts = [_context(rows[index], outcomes[index]) for index in sampling]
+            contexts = [SamplingContext.after(rows[index], outcomes[index].tokens) for index in sampling]
             if masking is not None:
                 self._constrain([rows[index] for index in sampling], logits, contexts, masking.result())
             tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
@@ -255,11 +255,6 @@ class DraftEngine:
             for token, probability in proposed:
                 if outcomes[index].error is None:
                     _record(outcomes[index], token, probability)
-
-
-def _context(row: ProposeRow, outcome: RowOutcome) -> SamplingContext:
-    history = [*row.history, *outcome.tokens] if row.sampling.uses_history else row.history
-    return SamplingContext(row.sampling, len(row.history) + len(outcome.tokens), history, row.prompt_length)
 
 
 def _record(outcome: RowOutcome, token: int | None, probability: float) -> None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from engine.description import EngineDescription
-from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room
+from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import (
     AheadRow,
     Awaited,
@@ -24,7 +24,6 @@ from engine.steps import (
 MODEL_ID = "ngram"
 # A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
 _SHORTEST_MATCH = 2
-_LONGEST_MATCH = 32
 _PAGE_SIZE = 16
 # It keeps no KV; the pages only carry the lengths that the protocol speaks of.
 _PAGES = 1 << 18
@@ -53,7 +52,8 @@ class NgramEngine:
         outcomes = [RowOutcome([]) for _ in rows]
         for index in make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes):
             row = rows[index]
-            proposal = continuation(row.history, row.draft_length, row.places)
+            row.places.follow(row.history)
+            proposal = row.places.continuation(row.draft_length, _SHORTEST_MATCH, LONGEST_LOOKUP_MATCH)
             # As with a model, the last proposed token is not part of the state yet.
             self.pool.append(row.table, max(0, len(proposal) - 1))
             outcomes[index].tokens = proposal
@@ -69,13 +69,3 @@ class NgramEngine:
         make_room(self.pool, [(row.table, len(row.tokens) + len(row.assumed)) for row in rows], outcomes)
         fed = sum(len(row.tokens) + len(row.assumed) for row in rows)
         return StepOutcome(outcomes, EngineTimings(batched_tokens=fed))
-
-
-def continuation(history: Sequence[int], count: int, places: TokenPlaces | None = None) -> list[int]:
-    """The `count` tokens after the latest earlier place where the longest ending of `history`, of two at least, stood.
-
-    `places` are those of an earlier state of the same history: with them only what is new takes time.
-    """
-    places = TokenPlaces() if places is None else places
-    places.follow(history)
-    return places.continuation(count, _SHORTEST_MATCH, _LONGEST_MATCH)

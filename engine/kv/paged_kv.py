@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -191,12 +191,16 @@ class PagedKv:
 class PagedKvStore:
     """The pages of a pool as bytes (engine/kv/kv_store.py)."""
 
-    def __init__(self, kv: PagedKv, model_id: str, compute_digest: bytes) -> None:
+    def __init__(
+        self, kv: PagedKv, model_id: str, compute_digest: bytes, written: Callable[[int], None] | None = None
+    ) -> None:
+        """`written` is called with each page whose KV comes from elsewhere."""
         layer, dtype = kv.layers[0], str(kv.layers[0].pool.dtype).removeprefix("torch.")
         shape = (kv.lanes, 2, layer.kv_heads, layer.page_size, layer.pool[0, 0, 0].numel() // layer.page_size)
         self.layout = PageLayout(model_id, dtype, shape, layer.pool.element_size(), compute_digest)
         self._kv = kv
         self._pool = layer.pool
+        self._written = written
 
     def read_page(self, page: int) -> bytes:
         return self._kv.read_page(page).view(torch.uint8).numpy().tobytes()
@@ -206,6 +210,8 @@ class PagedKvStore:
             raise ValueError(f"a page of {len(data)} bytes came, must be of {self.layout.page_bytes}")
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._pool.dtype)
         self._kv.write_page(page, content.view(-1, 2, *self._pool.shape[2:]))
+        if self._written is not None:
+            self._written(page)
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from engine.cpu.threads import run_on_any_processor
 from engine.description import EngineDescription
 from engine.drafting.eagle_head import EagleHead
 from engine.drafting.head import DraftingHead
-from engine.drafting.head_drafting import HeadDrafting, HeadlessPages
+from engine.drafting.head_drafting import HeadDrafting
 from engine.drafting.model_draft import DraftEngine
 from engine.drafting.mtp_head import MtpHead
 from engine.drafting.token_map import TokenMap, map_tokens
@@ -149,13 +149,13 @@ def _target_engine(
     warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)
     description = capture_graphs(description, runner, pool, progress)
     description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
-    kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
-    if loaded.lead is not None:
-        kv_store = LedKvStore(kv_store, loaded.lead)
     drafting = None
     if head is not None and features is not None:
         drafting = HeadDrafting(head, pool, features, logits_scan(loaded, head.token_ids))
-        kv_store = HeadlessPages(kv_store, drafting)
+    written = None if drafting is None else drafting.forget
+    kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest, written)
+    if loaded.lead is not None:
+        kv_store = LedKvStore(kv_store, loaded.lead)
     return TargetEngine(description, runner, pool, kv_store, logits_scan(loaded), loaded.grammars, drafting)
 
 

@@ -110,14 +110,6 @@ class GgufFile:
                 limit = f"at most {len(self._bytes)}, the file's size"
                 raise self._error(f"the end of {name}", start + offset + size, limit)
             self.tensors[name] = GgufTensor(kind, shape, start + offset, size)
-        self._check_overlaps()
-
-    def _check_overlaps(self) -> None:
-        end = 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda entry: entry[1].offset):
-            if tensor.offset < end:
-                raise self._error(f"the place of {name}", tensor.offset, f"at least {end}, the end of the one before")
-            end = tensor.offset + tensor.size
 
     def _stated_tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
         name = self._text("the length of a tensor's name")

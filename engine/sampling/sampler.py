@@ -25,9 +25,9 @@ from engine.sampling.logits_shaping import (
     kept_tokens,
 )
 from engine.sampling.noise import gumbel, noise_bits, row_key
+from engine.steps import AheadRow, ProposeRow, VerifyRow
 from scheduler.sampling import SamplingParameters
 
-_BUCKET = 128
 # Rows are taken in blocks whose scratch fits a CPU core's cache; a GPU takes all rows at once.
 _CPU_BLOCK_ELEMENTS = 65536
 _NO_TOKEN = 2**62
@@ -57,6 +57,12 @@ class SamplingContext:
     def changes_scores(self) -> bool:
         """Whether the parameters change this row's logits before temperature."""
         return changes_scores(self.sampling, self.output_tokens, self.must_end)
+
+    @classmethod
+    def after(cls, row: VerifyRow | ProposeRow | AheadRow, tokens: Sequence[int]) -> SamplingContext:
+        """Of the token that follows the row's history and then these."""
+        history = [*row.history, *tokens] if row.sampling.uses_history else row.history
+        return cls(row.sampling, len(row.history) + len(tokens), history, row.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +187,14 @@ def _front_runners(deficit: Tensor, keys: Tensor, token_ids: Tensor | None) -> t
     one wins. As t <= -log(1 - t) < 22.88 t for all t that occur, no token whose t_v * e^deficit_v exceeds 24 times the
     least can be first, nor come near enough for rounding to decide.
     """
-    count, vocabulary_size = deficit.shape
-    buckets = -(-vocabulary_size // _BUCKET)
     if token_ids is None:
-        token_ids = torch.arange(vocabulary_size, device=deficit.device)
+        token_ids = torch.arange(deficit.shape[1], device=deficit.device)
     bits = noise_bits(keys[:, None], token_ids)
-    race = deficit.new_full((count, buckets * _BUCKET), torch.inf)
-    arrival = race[:, :vocabulary_size]
     # The upper halves of the 64 bits: (x + 0.5) is t, but for a factor that all tokens share.
-    arrival.copy_(bits.view(torch.uint32)[:, 1::2]).add_(0.5).mul_(torch.exp(deficit))
-    race = race.view(count, buckets, _BUCKET)
-    first = race.amin(2)
-    limit = first.amin(1) * RACE_MARGIN
-    row, bucket = (first <= limit[:, None]).nonzero(as_tuple=True)
-    which, lane = (race[row, bucket] <= limit[row, None]).nonzero(as_tuple=True)
-    return row[which], bucket[which] * _BUCKET + lane
+    arrival = bits.view(torch.uint32)[:, 1::2].to(torch.float32).add_(0.5).mul_(torch.exp(deficit))
+    limit = arrival.amin(1, keepdim=True) * RACE_MARGIN
+    row, column = (arrival <= limit).nonzero(as_tuple=True)
+    return row, column
 
 
 def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:

@@ -147,7 +147,6 @@ DAMAGED = {
     "beyond": (header(tensor(b"t", (1,), 0, HUGE), bytes(64), tensors=1), "the end of t"),
     "large": (header(tensor(b"t", (HUGE, HUGE), 0, 0), bytes(64), tensors=1), "the end of t"),
     "two tensors": (header(tensor(b"t", (1,), 0, 0), tensor(b"t", (1,), 0, 32), bytes(99), tensors=2), "tensor is t"),
-    "overlap": (header(tensor(b"t", (9,), 0, 0), tensor(b"u", (1,), 0, 32), bytes(99), tensors=2), "the place of u"),
 }
 
 
