@@ -13,69 +13,32 @@ import sys
 import time
 import traceback
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.cell.schedule import ScheduleError, run_schedule
+from tests.sim.cell.schedule import ScheduleError, ScheduleResult, run_schedule
 
 _SEEDS_PER_PART = 20
-_PARTS_PER_REPORT = 10
+_SEEDS_PER_REPORT = 200
 
 
-@dataclass
-class Tally:
-    """What came of some schedules."""
-
-    schedules: int = 0
-    tokens: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        self.schedules += other.schedules
-        self.tokens += other.tokens
-        self.outcomes += other.outcomes
-        self.faults += other.faults
-        self.failures += other.failures
+def run_seed(seed: int, sequences: int, draft_ahead: int | None) -> ScheduleResult | str:
+    """What came of it, without the events; of a schedule that failed, in whatever way, how."""
+    # What a schedule leaves behind is dropped while it is still in the processor's caches.
+    gc.collect()
+    try:
+        return replace(run_schedule(seed, sequences, draft_ahead=draft_ahead), events=())
+    except ScheduleError as error:
+        return str(error)
+    except Exception:
+        return f"seed {seed} with {sequences} sequences: {traceback.format_exc()}"
 
 
-def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> Tally:
-    """Goes on after a failure, whatever it is."""
-    tally = Tally(len(seeds))
+def _begin_process() -> None:
+    gc.freeze()
     gc.disable()
-    for seed in seeds:
-        # What a schedule leaves behind is dropped while it is still in the processor's caches.
-        gc.collect()
-        try:
-            result = run_schedule(seed, sequences, draft_ahead=draft_ahead)
-        except ScheduleError as error:
-            tally.failures.append(str(error))
-            continue
-        except Exception:
-            tally.failures.append(f"seed {seed} with {sequences} sequences: {traceback.format_exc()}")
-            continue
-        tally.tokens += result.tokens
-        tally.outcomes += result.outcomes
-        tally.faults += result.faults
-    return tally
-
-
-def soak(parts: list[range], sequences: int, jobs: int, draft_ahead: int | None) -> Tally:
-    """Runs the seeds on `jobs` processes."""
-    total, began = Tally(), time.monotonic()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=gc.freeze) as pool:
-        futures = [pool.submit(run_seeds, part, sequences, draft_ahead) for part in parts]
-        for count, future in enumerate(as_completed(futures), 1):
-            tally = future.result()
-            total.add(tally)
-            for failure in tally.failures:
-                print(failure, flush=True)
-            if count % _PARTS_PER_REPORT == 0:
-                rate = total.schedules / (time.monotonic() - began)
-                print(f"{total.schedules:,} schedules, {rate:.1f}/s, {len(total.failures)} failed", flush=True)
-    return total
 
 
 def main() -> int:
@@ -86,18 +49,29 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--draft-ahead", type=int, metavar="N", help="every cell drafts, ahead too, for N outcomes")
     given = parser.parse_args()
-    began = time.monotonic()
+    began, tokens, failures = time.monotonic(), 0, 0
+    ends, faults = Counter[str](), Counter[str]()
+    run = partial(run_seed, sequences=given.sequences, draft_ahead=given.draft_ahead)
     seeds = range(given.first, given.first + given.seeds)
-    parts = [seeds[start : start + _SEEDS_PER_PART] for start in range(0, len(seeds), _SEEDS_PER_PART)]
-    total = soak(parts, given.sequences, given.jobs, given.draft_ahead)
-    seconds = time.monotonic() - began
-    for what, counts in (("ends", total.outcomes), ("faults", total.faults)):
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), _begin_process) as pool:
+        for count, result in enumerate(pool.map(run, seeds, chunksize=_SEEDS_PER_PART), 1):
+            if isinstance(result, str):
+                print(result, flush=True)
+                failures += 1
+            else:
+                tokens += result.tokens
+                ends += result.outcomes
+                faults += result.faults
+            if count % _SEEDS_PER_REPORT == 0 or count == given.seeds:
+                seconds = time.monotonic() - began
+                print(
+                    f"{count:,} schedules in {seconds:.0f} s ({count / seconds:.1f}/s), {tokens:,} tokens, "
+                    f"{failures} failures",
+                    flush=True,
+                )
+    for what, counts in (("ends", ends), ("faults", faults)):
         print(f"{what}: {', '.join(f'{name} {count:,}' for name, count in counts.most_common())}")
-    print(
-        f"{total.schedules:,} schedules in {seconds:.0f} s ({total.schedules / seconds:.1f}/s), "
-        f"{total.tokens:,} tokens, {len(total.failures)} failures"
-    )
-    return 1 if total.failures else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
-from scheduler.sampling import Grammar, SamplingParameters
+from scheduler.sampling import SamplingParameters
 from services.backend.interface import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY, Windows
 from tests.sim.cell.toy_grammar import draw_grammar
@@ -171,14 +171,18 @@ def make_plan(
         register_is_lost=rng.random() < 0.3,
     )
     # From generators of their own: whatever else is drawn stays what it was before there was any of these.
-    plan = _with_keys(plan, random.Random(f"API keys of {seed}"))
-    plan = _with_grammars(plan, random.Random(f"structured output of {seed}"))
-    plan = _with_scores(plan, random.Random(f"log probabilities of {seed}"))
-    if kinds == FAULTS:
-        plan = _with_truncated_messages(plan, random.Random(f"messages of {seed}"))
-        plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
-    plan = _with_windows(plan, random.Random(f"windows of {seed}"))
-    plan = _with_small_limits(plan, random.Random(f"limits of {seed}"))
+    for what, share, change in (
+        ("API keys of", 0.25, _with_keys),
+        ("structured output of", 0.25, _with_grammars),
+        ("log probabilities of", 0.25, _with_scores),
+        *((("messages of", 0.1, _with_truncated_messages),) if kinds == FAULTS else ()),
+        *((("prompts that kill in", 0.125, _with_poisons),) if kinds == FAULTS else ()),
+        ("windows of", 1 / 3, _with_windows),
+        ("limits of", 0.125, _with_small_limits),
+    ):
+        own = random.Random(f"{what} {seed}")
+        if own.random() < share:
+            plan = change(plan, own)
     plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
     return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
 
@@ -198,9 +202,7 @@ def _drafting_ahead(plan: Plan, outcomes: int) -> Plan:
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:
-    """In one of four schedules, requests come with API keys and priorities, and each key has a cache of its own."""
-    if rng.random() >= 0.25:
-        return plan
+    """Requests come with API keys and priorities, and each key has a cache of its own."""
     keys = tuple(
         KeyClass(
             f"key{number}",
@@ -229,26 +231,22 @@ def _with_keys(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _with_grammars(plan: Plan, rng: random.Random) -> Plan:
-    """In one of four schedules, some outputs or all of them have to follow one of a few grammars."""
-    if rng.random() >= 0.25:
-        return plan
+    """Some outputs or all of them have to follow one of a few grammars."""
     grammars = [draw_grammar(rng) for _ in range(rng.randint(1, 6))]
     share = rng.choice((0.2, 0.6, 1.0))
-    requests = tuple(_structured(one, rng.choice(grammars)) if rng.random() < share else one for one in plan.requests)
-    return replace(plan, requests=requests)
-
-
-def _structured(plan: RequestPlan, grammar: Grammar) -> RequestPlan:
-    request = plan.request
-    stops = request.stop_token_ids | grammar.end_token_ids
-    sampling = SamplingParameters(grammar=grammar)
-    return replace(plan, request=replace(request, sampling=sampling, stop_token_ids=stops))
+    requests = []
+    for one in plan.requests:
+        if rng.random() < share:
+            grammar = rng.choice(grammars)
+            stops = one.request.stop_token_ids | grammar.end_token_ids
+            sampling = SamplingParameters(grammar=grammar)
+            one = replace(one, request=replace(one.request, sampling=sampling, stop_token_ids=stops))
+        requests.append(one)
+    return replace(plan, requests=tuple(requests))
 
 
 def _with_scores(plan: Plan, rng: random.Random) -> Plan:
-    """In one of four schedules, every third request wants the log probabilities of its prompt."""
-    if rng.random() >= 0.25:
-        return plan
+    """Every third request wants the log probabilities of its prompt."""
     requests = tuple(
         replace(one, request=replace(one.request, prompt_logprobs=0)) if rng.random() < 0.3 else one
         for one in plan.requests
@@ -257,30 +255,25 @@ def _with_scores(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _with_truncated_messages(plan: Plan, rng: random.Random) -> Plan:
-    """In one of ten schedules."""
-    if rng.random() >= 0.1:
-        return plan
-    fault = Fault(rng.random() * plan.horizon, TRUNCATED, rng.choice((0.2, 1.0, 2.5)), *_two(rng))
-    return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda fault: fault.time)))
+    return _adding(plan, [Fault(rng.random() * plan.horizon, TRUNCATED, rng.choice((0.2, 1.0, 2.5)), *_two(rng))])
 
 
 def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
-    """In one of eight schedules there are poisons, in some of these beside a rolling restart."""
-    if rng.random() >= 0.125:
-        return plan
+    """There are poisons, sometimes beside a rolling restart: one worker after the other goes, and comes anew."""
     faults = [
         Fault(0.5 * plan.horizon * rng.random(), POISON, rng.choice((0.02, 0.2, 1.0)), *_two(rng))
         for _ in range(rng.randint(1, 3))
     ]
     if rng.random() < 0.3:
-        faults += _rolling_restart(len(plan.workers), rng)
-    return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
+        kind, pause = rng.choice(("worker leaves", "worker drains")), rng.choice((0.1, 0.3))
+        start, down = 0.3 * rng.random(), rng.choice((0.02, 0.2))
+        count = len(plan.workers)
+        faults += [Fault(start + place * pause, kind, 0.2, (place + 0.5) / count, down) for place in range(count)]
+    return _adding(plan, faults)
 
 
 def _with_windows(plan: Plan, rng: random.Random) -> Plan:
-    """In one of three schedules, models have layers with sliding windows."""
-    if rng.random() >= 1 / 3:
-        return plan
+    """Models have layers with sliding windows."""
     windows: Windows = rng.choice(((None, 4), (None, 9, 9, 9), (3,), (None, None, 7), (None, 2, 11)))
     kinds = len(set(windows))
     workers = tuple(replace(worker, pages=kinds * worker.pages) for worker in plan.workers)
@@ -288,9 +281,7 @@ def _with_windows(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _with_small_limits(plan: Plan, rng: random.Random) -> Plan:
-    """In one of eight schedules steps are short and have room for few tokens."""
-    if rng.random() >= 0.125:
-        return plan
+    """Steps are short and have room for few tokens."""
     config = replace(
         plan.config,
         batch_size=rng.choice((1, 2, 3, 6)),
@@ -318,19 +309,15 @@ def _with_cells(plan: Plan, rng: random.Random, all_faults: bool, count: int | N
         Fault(rng.random() * plan.horizon, CELL_CRASH, rng.choice((0.2, 1.0, 2.5)), *_two(rng))
         for _ in range(rng.choice((0, 0, 1, 2)) if all_faults else 0)
     ]
-    faults = tuple(sorted((*plan.faults, *crashes), key=lambda fault: fault.time))
-    return replace(plan, cells=cells, workers=workers, faults=faults)
+    return _adding(replace(plan, cells=cells, workers=workers), crashes)
+
+
+def _adding(plan: Plan, faults: list[Fault]) -> Plan:
+    return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
 
 
 def _two(rng: random.Random) -> tuple[float, float]:
     return rng.random(), rng.random()
-
-
-def _rolling_restart(workers: int, rng: random.Random) -> list[Fault]:
-    """One worker after the other goes in peace, and comes anew."""
-    kind, pause = rng.choice(("worker leaves", "worker drains")), rng.choice((0.1, 0.3))
-    start, down = 0.3 * rng.random(), rng.choice((0.02, 0.2))
-    return [Fault(start + place * pause, kind, 0.2, (place + 0.5) / workers, down) for place in range(workers)]
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
