@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,7 @@ def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
 
     A family whose classes this version of transformers does not have is left out, with a line in the log.
     """
-    return list(_resolved(model))
-
-
-def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
+    found = []
     modules = {type(module).__module__ for module in model.modules()}
     for name, prefix in FAMILIES.items():
         path = f"transformers.models.{name}.modeling_{name}"
@@ -55,14 +52,11 @@ def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
             continue
         try:
             module = importlib.import_module(path)
-            yield FamilyClasses(
-                decoder=getattr(module, f"{prefix}Model"),
-                layer=getattr(module, f"{prefix}DecoderLayer"),
-                attention=getattr(module, f"{prefix}Attention"),
-                mlp=getattr(module, f"{prefix}MLP"),
-            )
+            parts = ("Model", "DecoderLayer", "Attention", "MLP")
+            found.append(FamilyClasses(*(getattr(module, f"{prefix}{part}") for part in parts)))
         except (ImportError, AttributeError) as error:
             logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
+    return found
 
 
 class LlamaLayer(nn.Module):

@@ -27,10 +27,8 @@ def token_logprobs(logits: Iterable[torch.Tensor], tokens: Sequence[int], count:
         return []
     # Three transfers, for which a GPU's host waits once each.
     rows = zip(tokens, torch.stack(own).tolist(), torch.stack(ids).tolist(), torch.stack(values).tolist(), strict=True)
-    return [TokenLogprobs(token, logprob, _likeliest(places, found)) for token, logprob, places, found in rows]
-
-
-def _likeliest(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Tokens that a grammar forbids have no probability, and no log of it."""
-    pairs = zip(token_ids, logprobs, strict=True)
-    return tuple((token_id, logprob) for token_id, logprob in pairs if isfinite(logprob))
+    # Tokens that a grammar forbids have no probability, and no log of it.
+    return [
+        TokenLogprobs(token, own, tuple(pair for pair in zip(places, found, strict=True) if isfinite(pair[1])))
+        for token, own, places, found in rows
+    ]

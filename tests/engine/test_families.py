@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ NEW_TOKENS = 12
 LENGTHS = (2, 6, 11, 30)
 PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate(LENGTHS)]
 WRONG_DRAFTS = (3, 5)
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = ("gpt2", "phi", "bloom", "llama4_text", "qwen3_next")
 """One projection for query, key and value with learned positions; separate ones with partial rotation. One sequence at
 a time: positions as a bias, chunks, and states beside attention."""
@@ -276,3 +278,10 @@ def test_layers_that_no_test_has_tried_are_refused(family: str, changed: dict[st
     config = tiny_config(family)
     with pytest.raises(UnsupportedModelError, match=reason):
         check_config(type(config)(**config.to_dict() | changed))
+
+
+def test_the_page_of_models_lists_the_families() -> None:
+    served = PAGE.read_text(encoding="utf-8").partition("**Refused**")[0]
+    lists = [{*re.findall(r"[\w-]+", found)} for found in re.findall(r"(?:`[\w-]+`,\s+)+`[\w-]+`", served)]
+    assert lists[0] == PROVED_FAMILIES
+    assert set[str]().union(*lists[1:]) == SOLO_FAMILIES
