@@ -57,7 +57,8 @@ INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const facto
                 for (int key = 0; key < LANES; key++)
                     sums[key] = multiply_add(keys[key * vectors + i], by, sums[key]);
             }
-            store(scores + query * stride + run * LANES, sums_of_rows(sums));
+            REDUCE_ROWS(sums, first + second);
+            store(scores + query * stride + run * LANES, sums[0]);
         }
 }
 

@@ -127,22 +127,6 @@ INLINE void arrange_keys(factors *to, const char *keys, const Heads *heads) {
     for (ptrdiff_t i = 0; i < LANES * heads->head_dim; i += LANES) *to++ = load_stored_factors(keys, i, heads);
 }
 
-// The sum of the lanes of each of LANES rows.
-INLINE f32v sums_of_rows(f32v *sums) {
-    i32v lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-#pragma GCC unroll 4
-    for (int step = LANES / 2; step; step /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < step; i++) {
-            u32v low = (u32v)sums[i], high = (u32v)sums[i + step];
-            i32v upper = (lane & step) != 0;
-            f32v first = (f32v)shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));
-            sums[i] = first + (f32v)shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));
-        }
-    return sums[0];
-}
-
 #endif
 
 // What comes next lies on another page, which no hardware foresees.

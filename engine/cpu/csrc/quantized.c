@@ -39,55 +39,54 @@ INLINE u8v load_bytes(const char *from) {
     return x;
 }
 
-// What `combine` makes of `x` and its lanes in another order, until all lanes have the same.
-#define REDUCE(x, combine)                                                                                             \
-    do {                                                                                                               \
-        i32v lane;                                                                                                     \
-        for (int i = 0; i < LANES; i++) lane[i] = i;                                                                   \
-        _Pragma("GCC unroll 4") for (int step = LANES / 2; step; step /= 2) {                                          \
-            i32v other = (i32v)shuffle((u32v)x, (u32v)x, (u32v)(lane ^ step));                                         \
-            x = combine;                                                                                               \
-        }                                                                                                              \
-    } while (0)
-
-INLINE int32_t largest_of_lanes(i32v x) {
-    REDUCE(x, (i32v)((x > other) & x) | (~(x > other) & other));
-    return x[0];
+// The largest magnitudes of a group, in any lanes, as whole numbers: without their signs, the bits of floats are ordered
+// as these are. Above those of infinity, there is NaN.
+INLINE i32v largest_magnitudes(const element *from, int group) {
+    i32v highest = {};
+    for (int i = 0; i < group; i += LANES) {
+        i32v size = (i32v)load_element(from + i) & 0x7fffffff;
+        i32v higher = size > highest;
+        highest = (size & higher) | (highest & ~higher);
+    }
+    return highest;
 }
 
-INLINE int32_t sum_of_lanes(i32v x) {
-    REDUCE(x, x + other);
-    return x[0];
+// A group's codes, the nearest whole numbers to its numbers times `inverse`; gives their sums, in any lanes.
+INLINE i32v round_group(char *to, const element *from, int group, float inverse) {
+    const f32v magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
+    i32v total = {};
+    for (int i = 0; i < group; i += LANES) {
+        i32v code = __builtin_convertvector(load_element(from + i) * inverse + magic - magic, i32v);
+        total = total + code;
+        s8v bytes = __builtin_convertvector(code, s8v);
+        memcpy(to + i, &bytes, sizeof bytes);
+    }
+    return total;
 }
 
 // Groups of rows to their codes, one after the other. Where a number is not finite, the scale of its group is NaN.
 INLINE void round_groups(const Team *team, char *codes, const element *rows, ptrdiff_t groups, int group) {
-    for (SHARED(place, team, groups)) {
-        const element *from = rows + place * group;
-        char *to = codes + place * ROW_GROUP_BYTES(group);
-        // Without their signs, the bits of floats are ordered as these are; above those of infinity, there is NaN.
-        i32v highest = {};
-        for (int i = 0; i < group; i += LANES) {
-            i32v size = (i32v)load_element(from + i) & 0x7fffffff;
-            i32v higher = size > highest;
-            highest = (size & higher) | (highest & ~higher);
+    // LANES groups at a time: a lane each, where all have a number of their own.
+    for (SHARED(block, team, (groups + LANES - 1) / LANES)) {
+        ptrdiff_t begin = block * LANES, count = groups - begin < LANES ? groups - begin : LANES;
+        const element *from = rows + begin * group;
+        char *to = codes + begin * ROW_GROUP_BYTES(group);
+        i32v all[LANES] = {};
+        for (ptrdiff_t i = 0; i < count; i++) all[i] = largest_magnitudes(from + i * group, group);
+        REDUCE_ROWS(all, (first & (first > second)) | (second & ~(first > second)));
+        f32v peaks = (f32v)all[0], scales = blend(all[0] < 0x7f800000, peaks / 127.0f, splat(NAN));
+        float inverses[LANES], heads[2][LANES];
+        store(inverses, blend(peaks > 0.0f, 127.0f / peaks, splat(0.0f)));
+        for (ptrdiff_t i = 0; i < count; i++)
+            all[i] = round_group(
+                to + i * ROW_GROUP_BYTES(group) + 2 * sizeof(float), from + i * group, group, inverses[i]);
+        REDUCE_ROWS(all, first + second);
+        store(heads[0], scales);
+        store(heads[1], scales * __builtin_convertvector(all[0], f32v));
+        for (ptrdiff_t i = 0; i < count; i++) {
+            const float head[2] = {heads[0][i], heads[1][i]};
+            memcpy(to + i * ROW_GROUP_BYTES(group), head, sizeof head);
         }
-        int32_t peak_bits = largest_of_lanes(highest);
-        float peak, head[2];
-        memcpy(&peak, &peak_bits, sizeof peak);
-        float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
-        const f32v magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
-        i32v total = {};
-        for (int i = 0; i < group; i += LANES) {
-            f32v whole = load_element(from + i) * inverse + magic - magic;
-            i32v code = __builtin_convertvector(whole, i32v);
-            total = total + code;
-            s8v bytes = __builtin_convertvector(code, s8v);
-            memcpy(to + 2 * sizeof(float) + i, &bytes, sizeof bytes);
-        }
-        head[0] = peak_bits < 0x7f800000 ? peak / 127.0f : NAN;
-        head[1] = head[0] * (float)sum_of_lanes(total);
-        memcpy(to, head, sizeof head);
     }
 }
 
@@ -104,23 +103,29 @@ INLINE void add_group(int count, int vectors, int bits, int group, f32v sums[][P
     const int split = bits > PRODUCT_BITS;
     const char *codes = block + first_vector * (int)sizeof(u8v);
 #pragma GCC unroll 1
-    for (int line = 0; line < group * bits / (8 * QUAD); line++)
+    for (int line = 0; line < group * bits / (8 * QUAD); line++) {
+        u8v lower[PANEL_VECTORS], upper[PANEL_VECTORS];
 #pragma GCC unroll 8
         for (int part = 0; part < vectors; part++) {
             u8v packed = load_bytes(codes + line * PANEL * QUAD + part * (int)sizeof(u8v));
-            u8v lower = bits == 4 || split ? packed & 15 : packed, upper = packed >> 4;
+            lower[part] = bits == 4 || split ? packed & 15 : packed, upper[part] = packed >> 4;
+        }
 #pragma GCC unroll 12
-            for (int row = 0; row < count; row++) {
+        for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+            for (int part = 0; part < vectors; part++) {
+                code_sums *sum = &low[row][part];
                 if (bits == 4) {
-                    low[row][part] = add_code_products(low[row][part], lower, row_quad(rows[row] + at, 2 * line));
-                    low[row][part] = add_code_products(low[row][part], upper, row_quad(rows[row] + at, 2 * line + 1));
+                    *sum = add_code_products(*sum, lower[part], row_quad(rows[row] + at, 2 * line));
+                    *sum = add_code_products(*sum, upper[part], row_quad(rows[row] + at, 2 * line + 1));
                 } else {
-                    low[row][part] = add_code_products(low[row][part], lower, row_quad(rows[row] + at, line));
+                    *sum = add_code_products(*sum, lower[part], row_quad(rows[row] + at, line));
                     if (split)
-                        high[row][part] = add_code_products(high[row][part], upper, row_quad(rows[row] + at, line));
+                        high[row][part] =
+                            add_code_products(high[row][part], upper[part], row_quad(rows[row] + at, line));
                 }
             }
-        }
+    }
     const char *scales = block + group * PANEL * bits / 8;
     const int size = wide ? sizeof(float) : sizeof(uint16_t);
 #pragma GCC unroll 8

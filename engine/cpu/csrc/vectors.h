@@ -70,21 +70,42 @@ INLINE u32v shuffle(u32v x, u32v y, u32v places) {
 #endif
 }
 
+// Of each of LANES vectors, what `combine` makes of all of its lanes in pairs, `first` and `second`: to the lane of the
+// vector's number in the first vector.
+#define REDUCE_ROWS(rows, combine)                                                                                     \
+    do {                                                                                                               \
+        i32v lane;                                                                                                     \
+        for (int i = 0; i < LANES; i++) lane[i] = i;                                                                   \
+        _Pragma("GCC unroll 4") for (int step = LANES / 2; step; step /= 2)                                            \
+        _Pragma("GCC unroll 8") for (int i = 0; i < step; i++) {                                                       \
+            u32v low = (u32v)(rows)[i], high = (u32v)(rows)[i + step];                                                 \
+            i32v upper = (lane & step) != 0;                                                                           \
+            __typeof__(*(rows)) first, second;                                                                         \
+            first = (__typeof__(first))shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));                    \
+            second = (__typeof__(first))shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));          \
+            (rows)[i] = combine;                                                                                       \
+        }                                                                                                              \
+    } while (0)
+
+// What `combine` makes of the lanes of `x` in pairs, first and second half: `x` and `other`.
+#define REDUCE(x, combine)                                                                                             \
+    do {                                                                                                               \
+        i32v lane;                                                                                                     \
+        for (int i = 0; i < LANES; i++) lane[i] = i;                                                                   \
+        _Pragma("GCC unroll 4") for (int step = LANES / 2; step; step /= 2) {                                          \
+            f32v other = (f32v)shuffle((u32v)x, (u32v)x, (u32v)(lane ^ step));                                         \
+            x = combine;                                                                                               \
+        }                                                                                                              \
+    } while (0)
+
 INLINE float sum(f32v x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int lane = 0; lane < step; lane++) lanes[lane] += lanes[lane + step];
-    return lanes[0];
+    REDUCE(x, x + other);
+    return x[0];
 }
 
 INLINE float largest(f32v x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int lane = 0; lane < step; lane++)
-            lanes[lane] = lanes[lane] < lanes[lane + step] ? lanes[lane + step] : lanes[lane];
-    return lanes[0];
+    REDUCE(x, blend(x < other, other, x));
+    return x[0];
 }
 
 // e^x within a few parts in 10^7, for x <= 88; below -87, 0. NaN stays NaN.
