@@ -20,7 +20,7 @@ from engine.description import EngineDescription
 from engine.errors import EngineError
 from engine.models.source import ModelNotFoundError
 from engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
-from services.launch.process_tuning import compute_environment, keep_loaded_objects
+from services.launch.process_tuning import compute_environment, keep_freed_memory, keep_loaded_objects
 from services.receipts.fingerprint import differences, fingerprint_name
 from services.receipts.receipt import Receipt, ReceiptError, receipts_in
 
@@ -108,6 +108,7 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
         ) from error
     # Libraries read it when they are imported, as the next lines do.
     os.environ.update(compute_environment(engine_settings.threads, engine_settings.cpu_isa))
+    keep_freed_memory()
     from engine.models.loading import load_target_engine
     from engine.replay import KnownOutput, replay
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from engine.cpu.isa import AUTO, library_limits
 
@@ -12,6 +13,9 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 # A few microseconds: about as long as the threads of one operation on a small pass wait for each other.
 _SPINS = "2000"
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def compute_environment(threads: int, cpu_isa: str = AUTO) -> dict[str, str]:
@@ -52,3 +56,14 @@ def keep_loaded_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def keep_freed_memory() -> None:
+    """Memory that is freed from now on stays with the process, where its C library is glibc.
+
+    Otherwise the system takes and clears what the logits of many tokens need, pass after pass.
+    """
+    with suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
