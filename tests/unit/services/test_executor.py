@@ -80,24 +80,6 @@ def following(known: Sequence[int], sequence_id: int = 1) -> worker_pb2.Followin
     return worker_pb2.FollowingRows(sequence_ids=[sequence_id], kv_lens=[len(known)], prefix_digests=[digest])
 
 
-def test_a_row_that_follows_feeds_what_the_one_before_sampled(target: Conversation) -> None:
-    known = [*PROMPT]
-    (sampled,) = target.step(opening(1, sample=True)).rows[0].tokens
-    for _ in range(3):
-        reply = target.step(following=following(known))
-        known.append(sampled)
-        (sampled,) = reply.followed
-    assert [*known, sampled] == [*PROMPT, *continuation(PROMPT, 4)]
-    elsewhere = target.step(following=following(PROMPT))
-    assert (list(elsewhere.followed), elsewhere.rows[0].status) == ([-1], worker_pb2.ROW_STATUS_VOID)
-    assert elsewhere.rows[0].kv_len == len(known)
-    known.append(sampled)
-    target.step(row(1, known, 8))  # it samples nothing
-    assert target.step(following=following(known)).rows[0].status == worker_pb2.ROW_STATUS_VOID
-    target.step(released=[1])
-    assert target.step(following=following(known)).rows[0].status == worker_pb2.ROW_STATUS_VOID
-
-
 def test_what_more_there_is_to_tell_of_a_row_that_follows_comes_in_a_reply(target: Conversation) -> None:
     scored = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True, top_logprobs=0)
     asking = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
