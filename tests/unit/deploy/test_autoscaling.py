@@ -221,33 +221,18 @@ def test_what_only_this_process_knows_goes_into_the_file(tmp_path: Path, monkeyp
     assert (built.groups.target.num_gpus, built.groups.draft.num_gpus) == (1.0, 0.0)
 
 
-def context(name: str, current: int, reported: dict[str, list[tuple[float, float]]] | None = None) -> Any:
-    """What Serve shows a policy of one deployment; `reported` by name are times and values."""
-    series = {
-        metric: {"replica": [SimpleNamespace(timestamp=time, value=value) for time, value in values]}
-        for metric, values in (reported or {}).items()
-    }
-    config = SimpleNamespace(get_target_ongoing_requests=lambda: 10, get_upscaling_factor=lambda: 1.0)
-    return SimpleNamespace(
-        deployment_name=name,
-        target_num_replicas=current,
-        current_num_replicas=current,
-        raw_metrics=series,
-        total_num_requests=35.0,
-        config=config,
-        policy_state={},
-    )
-
-
 def test_each_cell_follows_its_own_scheduler() -> None:
-    def reported(replicas: float) -> dict[str, list[tuple[float, float]]]:
-        return {"target_at_least": [(1.0, replicas)], "target_at_most": [(1.0, replicas)]}
+    def deployment(name: str, replicas: float | None = None) -> Any:
+        """What Serve shows a policy of it; a scheduler has reported the replicas that it wants."""
+        value = {"replica": [SimpleNamespace(timestamp=1.0, value=replicas)]}
+        reported = {} if replicas is None else {"target_at_least": value, "target_at_most": value}
+        return SimpleNamespace(deployment_name=name, target_num_replicas=1, raw_metrics=reported)
 
     contexts = {
-        "s": context("Scheduler", 1, reported(3.0)),
-        "t": context("TargetWorker", 1),
-        "s2": context("Scheduler-2", 1, reported(2.0)),
-        "t2": context("TargetWorker-2", 1),
-        "t3": context("TargetWorker-3", 1),
+        "s": deployment("Scheduler", 3.0),
+        "t": deployment("TargetWorker"),
+        "s2": deployment("Scheduler-2", 2.0),
+        "t2": deployment("TargetWorker-2"),
+        "t3": deployment("TargetWorker-3"),
     }
     assert FollowScheduler()(contexts)[0] == {"t": 3.0, "t2": 2.0}

@@ -25,12 +25,6 @@ def test_replicas_of_the_application_are_found_in_the_folder_of_ray(tmp_path: Pa
     assert found[1].new_lines() == ["I am ServeReplica:mine:TargetWorker"]
 
 
-def test_without_ray_files_are_called_as_processes(tmp_path: Path) -> None:
-    for name in ("target-0.log", "scheduler.log", "spool.json"):
-        write(tmp_path / name)
-    assert [file.name for file in log_files(tmp_path, "mine", ray=False)] == ["scheduler", "target-0"]
-
-
 def test_lines_come_once_and_whole(tmp_path: Path) -> None:
     file = LogFile("one", write(tmp_path / "one.log", "first", "second"))
     with file.path.open("a") as growing:
