@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
-import httpx
 import pytest
 from pydantic import SecretStr
 
 from services.gateway.settings import GatewaySettings, NamedKey
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
 from tests.support.cells import running_cell
-from tests.support.gateway import running_gateway, save_tokenizer
-from tests.support.waiting import LONG
+from tests.support.clients import clients_of
+from tests.support.gateway import Gateways, Served, running_gateway, save_tokenizer
 
+PAGE_SIZE = 4
 PROMPT = list(range(20, 69))
 """Twelve pages of four tokens, and one token."""
 ALL = 48
@@ -36,10 +32,8 @@ async def test_keys_and_salts_have_a_cache_of_their_own(shared: bool, tmp_path: 
     async with (
         running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), unlucky=False) as cell,
         running_gateway(cell, tokenizer, settings) as served,
-        httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
-        grpc.aio.insecure_channel(served.address) as channel,
+        clients_of(served) as clients,
     ):
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         computed_before = {"target": 0.0, "draft": 0.0}
 
         async def computed() -> dict[str, float]:
@@ -53,41 +47,43 @@ async def test_keys_and_salts_have_a_cache_of_their_own(shared: bool, tmp_path: 
             }
             return {role: samples["queries_total", role] - samples["hits_total", role] for role in computed_before}
 
-        async def over_http(key: str, **fields: Any) -> int:
-            response = await http.post(
-                "/v1/completions",
-                json={"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **fields},
-                headers={"authorization": f"Bearer {key}"},
-            )
-            assert response.status_code == 200, response.text
-            return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-        async def over_grpc(key: str, **fields: Any) -> int:
-            request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=PROMPT), max_tokens=8, ignore_eos=True, **fields)
-            answer = await stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),))
-            return int(answer.usage.cached_prompt_tokens)
-
         between_keys = ALL if shared else 0
         for call, key, fields, cached in (
-            (over_http, NAMED, {}, 0),
-            (over_http, NAMED, {}, ALL),
-            (over_http, OTHER, {}, between_keys),
-            (over_grpc, OTHER, {}, ALL),
-            (over_grpc, NAMELESS, {}, between_keys),
-            (over_http, NAMELESS, {"cache_salt": None}, ALL),
-            (over_http, OTHER_NAMELESS, {}, between_keys),
+            (clients.over_http, NAMED, {}, 0),
+            (clients.over_http, NAMED, {}, ALL),
+            (clients.over_http, OTHER, {}, between_keys),
+            (clients.over_grpc, OTHER, {}, ALL),
+            (clients.over_grpc, NAMELESS, {}, between_keys),
+            (clients.over_http, NAMELESS, {"cache_salt": None}, ALL),
+            (clients.over_http, OTHER_NAMELESS, {}, between_keys),
             # Salts are apart from each other and from requests without one, whether or not keys share.
-            (over_http, NAMED, {"cache_salt": "one"}, 0),
-            (over_grpc, NAMED, {"cache_salt": "one"}, ALL),
-            (over_grpc, NAMED, {"cache_salt": "two"}, 0),
-            (over_http, NAMED, {"cache_salt": "two"}, ALL),
-            (over_http, OTHER, {"cache_salt": "two"}, between_keys),
-            (over_http, NAMED, {}, ALL),
+            (clients.over_http, NAMED, {"cache_salt": "one"}, 0),
+            (clients.over_grpc, NAMED, {"cache_salt": "one"}, ALL),
+            (clients.over_grpc, NAMED, {"cache_salt": "two"}, 0),
+            (clients.over_http, NAMED, {"cache_salt": "two"}, ALL),
+            (clients.over_http, OTHER, {"cache_salt": "two"}, between_keys),
+            (clients.over_http, NAMED, {}, ALL),
         ):
             what = call.__name__, key, fields
-            assert await call(key, **fields) == cached, what
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await call(PROMPT, headers=headers, max_tokens=8, ignore_eos=True, **fields)
+            assert answer.usage.cached == cached, what
             after = await computed()
             # What is said to be computed is computed, by drafts as well.
             assert after["target"] - computed_before["target"] == len(PROMPT) - cached, what
             assert (after["draft"] - computed_before["draft"] < ALL) == (cached == ALL), what
             computed_before.update(after)
+
+
+async def test_a_turn_of_a_chat_takes_over_the_pages_of_the_turn_before(gateways: Gateways, served: Served) -> None:
+    messages = [{"role": "system", "content": "answer the questions of this chat and of no other"}]
+    before = 0
+    async with clients_of(served) as clients:
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"question {turn}"})
+            answer = await clients.over_http(messages, max_tokens=8)
+            assert answer.usage.prompt == len(gateways.tokenizer.encode_chat(messages))
+            assert answer.usage.cached > before - PAGE_SIZE
+            assert answer.usage.cached > 0 or turn == 0
+            messages.append({"role": "assistant", "content": answer.choices[0].text})
+            before = answer.usage.prompt

@@ -14,21 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
-from scheduler.messages import MAX_PRIORITY
 from services.gateway.settings import GatewaySettings, NamedKey
 from services.observability.logs import LogFormat, install_logs
-from services.scheduler.metrics_endpoint import MetricsEndpoint
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
 from tests.support.cells import running_cell
+from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
 from tests.support.logs import restored_loggers
 from tests.support.waiting import LONG, until
@@ -53,8 +47,8 @@ TOKENS = {"max_tokens": 5, "ignore_eos": True}
 
 @dataclass
 class Outcome:
-    http: dict[str, httpx.Response] = field(default_factory=dict)
-    grpc: dict[str, grpc.aio.AioRpcError] = field(default_factory=dict)
+    http: dict[str, Answer] = field(default_factory=dict)
+    grpc: dict[str, Answer] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     samples: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """By name, key and limit."""
@@ -78,39 +72,30 @@ async def drive(folder: Path) -> Outcome:
     async with (
         running_cell(config=CONFIG, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
         running_gateway(cell, tokenizer, SETTINGS) as served,
-        httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
-        grpc.aio.insecure_channel(served.address) as channel,
+        clients_of(served) as clients,
     ):
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         watched.watch(cell.workers[1].executor)
 
-        async def over_http(name: str, key: str, **fields: Any) -> httpx.Response:
-            headers = {"authorization": f"Bearer {SECRETS[key]}", "x-request-id": name}
-            response = await http.post(
-                "/v1/completions", json={"prompt": [20, 21], **TOKENS, **fields}, headers=headers
-            )
-            outcome.http[name] = response
-            outcome.ended.append(name)
-            return response
+        def headers(name: str, key: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {SECRETS[key]}", "x-request-id": name}
 
-        async def over_grpc(name: str, key: str, **fields: Any) -> pb.GenerateResponse | None:
-            metadata = (("authorization", f"Bearer {SECRETS[key]}"), ("x-request-id", name))
-            request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=[20, 22]), **TOKENS, **fields)
-            try:
-                return await stub.Generate(request, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                outcome.grpc[name] = error
-                return None
+        async def over_http(name: str, key: str, **fields: Any) -> Answer:
+            outcome.http[name] = await clients.over_http([20, 21], headers=headers(name, key), **TOKENS, **fields)
+            outcome.ended.append(name)
+            return outcome.http[name]
+
+        async def over_grpc(name: str, key: str, **fields: Any) -> None:
+            outcome.grpc[name] = await clients.over_grpc([20, 22], headers=headers(name, key), **TOKENS, **fields)
 
         # max_waiting: one runs, one waits, and another key's sequence comes in.
         watched.gate.close()
         salted = {"cache_salt": SALT}
         held = [asyncio.create_task(over_http(f"held-{number}", "queued", **salted)) for number in range(2)]
         await until(lambda: cell.live_sequences == 2)
-        other = {"authorization": f"Bearer {SECRETS['']}"}
+        other = headers("other", "")
         for path in ("/metrics", "/load", "/dashboard"):
-            outcome.shown.append((await http.get(path, headers=other)).text)
-        async with http.stream("GET", "/dashboard/views", headers=other) as views:
+            outcome.shown.append((await clients.http.get(path, headers=other)).text)
+        async with clients.http.stream("GET", "/dashboard/views", headers=other) as views:
             outcome.shown.append(await anext(line async for line in views.aiter_lines() if '"sequences":[[' in line))
         await over_http("too-many", "queued")
         await over_grpc("too-many", "queued")
@@ -119,7 +104,7 @@ async def drive(folder: Path) -> Outcome:
         watched.gate.open()
         await asyncio.gather(*held)
         # tokens_per_minute: 2 tokens of prompt and 5 of output each time, 60 in all.
-        while (await over_http(f"metered-{len(outcome.ended)}", "metered")).status_code == 200:
+        while (await over_http(f"metered-{len(outcome.ended)}", "metered")).status == 200:
             await cell.wait_empty()
         await over_grpc("metered", "metered")
         # priority: one runs; of the two that wait, the later one is more urgent.
@@ -130,63 +115,45 @@ async def drive(folder: Path) -> Outcome:
             await until(lambda: cell.live_sequences == len(held))
         watched.gate.open()
         await asyncio.gather(*held)
-        await over_http("beyond", "urgent", priority=MAX_PRIORITY + 1)
-        await over_http("no-number", "urgent", priority="soon")
-        assert await over_grpc("named", "urgent", priority=-3) is not None
+        await over_grpc("named", "urgent", priority=-3)
         await cell.wait_empty()
-        async with MetricsEndpoint(cell.server.metric_families, "127.0.0.1", 0) as endpoint:
-            text = (await http.get(endpoint.url or "")).text
-        for family in text_string_to_metric_families(text):
+        for family in cell.server.metric_families():
             for sample in family.samples:
-                labels = sample.labels
-                if "key" in labels:
-                    outcome.samples[sample.name, labels["key"], labels.get("limit", "")] = sample.value
+                if "key" in sample.labels:
+                    place = sample.name, sample.labels["key"], sample.labels.get("limit", "")
+                    outcome.samples[place] = sample.value
     return outcome
 
 
 def test_too_many_waiting_sequences_of_a_key_are_refused_by_name(outcome: Outcome) -> None:
-    response, call = outcome.http["too-many"], outcome.grpc["too-many"]
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
-    assert error["message"] == "1 sequences wait, max_waiting of key queued is 1"
-    assert int(response.headers["retry-after"]) >= 1
-    assert (call.code(), call.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, error["message"])
-    trailing = dict(call.trailing_metadata() or ())
-    assert trailing["spool-error-code"] == "rate_limit_exceeded"
-    assert int(trailing["retry-after"]) >= 1
-    assert [outcome.http[name].status_code for name in ("held-0", "held-1", "beside")] == [200] * 3
+    statuses = {429: outcome.http["too-many"], grpc.StatusCode.RESOURCE_EXHAUSTED: outcome.grpc["too-many"]}
+    for status, answer in statuses.items():
+        assert (answer.status, answer.code) == (status, "rate_limit_exceeded")
+        assert answer.error == "1 sequences wait, max_waiting of key queued is 1"
+        assert int(answer.headers["retry-after"]) >= 1
+    assert [outcome.http[name].status for name in ("held-0", "held-1", "beside")] == [200] * 3
 
 
 def test_a_key_that_has_used_its_tokens_gets_the_time_to_retry(outcome: Outcome) -> None:
-    answered = [response for name, response in outcome.http.items() if name.startswith("metered-")]
+    answered = [answer for name, answer in outcome.http.items() if name.startswith("metered-")]
     # 8 x 7 tokens of 60 are gone after eight, and a ninth finds four. A slow machine adds one a second.
     assert 9 <= len(answered) - 1 <= 9 + LONG / 7
-    refused = answered[-1]
-    assert refused.status_code == 429
-    assert "tokens_per_minute of key metered is 60" in refused.json()["error"]["message"]
-    # A token a second, and at most as many were owed as the last request took.
-    assert 1 <= int(refused.headers["retry-after"]) <= 8
-    call = outcome.grpc["metered"]
-    assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert 1 <= int(dict(call.trailing_metadata() or ())["retry-after"]) <= 8
+    for status, refused in ((429, answered[-1]), (grpc.StatusCode.RESOURCE_EXHAUSTED, outcome.grpc["metered"])):
+        assert refused.status == status
+        assert "tokens_per_minute of key metered is 60" in refused.error
+        # A token a second, and at most as many were owed as the last request took.
+        assert 1 <= int(refused.headers["retry-after"]) <= 8
 
 
 def test_priorities_order_the_requests_of_a_key(outcome: Outcome) -> None:
     assert [name for name in outcome.ended if name in ("first", "low", "high")] == ["first", "high", "low"]
-    for name, message in (
-        ("beyond", "priority is 2147483648, must be between -2147483648 and 2147483647"),
-        ("no-number", "priority is 'soon', must be a valid integer"),
-    ):
-        error = outcome.http[name].json()["error"]
-        assert (outcome.http[name].status_code, error["param"]) == (400, "priority")
-        assert message in error["message"]
 
 
 def test_metrics_count_tokens_and_refusals_by_key(outcome: Outcome) -> None:
     def by_key(name: str) -> dict[str, float]:
         return {key: value for (sample, key, _), value in outcome.samples.items() if sample == f"spool_key_{name}"}
 
-    metered = sum(response.status_code == 200 for name, response in outcome.http.items() if "metered" in name)
+    metered = sum(answer.status == 200 for name, answer in outcome.http.items() if "metered" in name)
     served = {"": 1, "queued": 2, "metered": metered, "urgent": 4}
     assert by_key("prompt_tokens_total") == {key: 2 * count for key, count in served.items()}
     assert by_key("generation_tokens_total") == {key: 5 * count for key, count in served.items()}

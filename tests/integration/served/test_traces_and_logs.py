@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
-import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -24,13 +22,12 @@ from opentelemetry.trace import StatusCode
 from scheduler.messages import Role
 from services.observability.logs import LogFormat, install_logs
 from services.observability.otel import OtelSequences
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
 from tests.support.cells import running_cell
+from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
 from tests.support.logs import restored_loggers
 from tests.support.stand_in_worker import ROW_FAILS
-from tests.support.waiting import LONG, until
+from tests.support.waiting import until
 from tests.support.watched_engine import WatchedEngine
 
 CLIENT_SPAN = "b7ad6b7169203331"
@@ -76,49 +73,36 @@ async def drive(folder: Path, observed: Observed) -> None:
     async with (
         running_cell(targets=2, observers=[OtelSequences(provider)], tokenizer_digest=digest) as cell,
         running_gateway(cell, tokenizer, tracing=provider.get_tracer("gateway")) as served,
-        httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
-        grpc.aio.insecure_channel(served.address) as channel,
+        clients_of(served) as clients,
     ):
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
         def headers(trace: str) -> dict[str, str]:
             flag = "00" if trace is UNSAMPLED else "01"
             parent = {} if trace is NO_TRACE else {"traceparent": f"00-{trace}-{CLIENT_SPAN}-{flag}"}
             return {"x-request-id": trace, **parent}
 
-        async def over_http(trace: str, prompt: list[int], **fields: Any) -> int:
-            body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, **fields}
-            response = await http.post("/v1/completions", json=body, headers=headers(trace))
-            observed.returned[trace] = response.headers["x-request-id"]
-            if response.is_success:
-                usage = response.json()["usage"]
-                counts = usage["completion_tokens"], usage["spool"]["drafted"], usage["spool"]["accepted"]
-                observed.usages[trace] = counts
-            return response.status_code
+        async def asked(ask: Any, trace: str, prompt: list[int], **fields: Any) -> int | grpc.StatusCode:
+            answer: Answer = await ask(
+                prompt, headers=headers(trace), **{"max_tokens": 40, "ignore_eos": True, **fields}
+            )
+            observed.returned[trace] = answer.headers["x-request-id"]
+            observed.usages[trace] = answer.usage[1:4]
+            return answer.status
 
-        async def over_grpc(trace: str, prompt: list[int], **fields: Any) -> grpc.StatusCode:
-            request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), max_tokens=40, ignore_eos=True, **fields)
-            call = stub.Generate(request, metadata=tuple(headers(trace).items()))
-            observed.returned[trace] = str(dict(await call.initial_metadata())["x-request-id"])
-            if await call.code() is grpc.StatusCode.OK:
-                usage = (await call).usage
-                observed.usages[trace] = usage.completion_tokens, usage.drafted_tokens, usage.accepted_tokens
-            return await call.code()
-
-        assert await over_http(HTTP, [20, 21], n=3) == 200
-        assert await over_grpc(GRPC, [20, 22]) is grpc.StatusCode.OK
-        assert await over_http(FAILING, [20, ROW_FAILS]) == 500
-        assert await over_grpc(GRPC_FAILING, [20, ROW_FAILS]) is grpc.StatusCode.INTERNAL
-        assert await over_grpc(WRONG, [20], temperature=-1.0) is grpc.StatusCode.INVALID_ARGUMENT
-        assert await over_http(UNSAMPLED, [20, 23]) == 200
-        assert await over_http(NO_TRACE, [20, 24]) == 200
+        assert await asked(clients.over_http, HTTP, [20, 21], n=3) == 200
+        assert await asked(clients.over_grpc, GRPC, [20, 22]) is grpc.StatusCode.OK
+        assert await asked(clients.over_http, FAILING, [20, ROW_FAILS]) == 500
+        assert await asked(clients.over_grpc, GRPC_FAILING, [20, ROW_FAILS]) is grpc.StatusCode.INTERNAL
+        assert await asked(clients.over_grpc, WRONG, [20], temperature=-1.0) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await asked(clients.over_http, UNSAMPLED, [20, 23]) == 200
+        assert await asked(clients.over_http, NO_TRACE, [20, 24]) == 200
 
         engines = [WatchedEngine(), WatchedEngine()]
         for engine, worker in zip(engines, cell.workers[1:], strict=True):
             engine.watch(worker.executor)
             engine.gate.close(but_for=3)
         before, core = cell.service.statistics().tokens, cell.service.core
-        asked = asyncio.create_task(over_http(LOST, [20, 25], spool={"speculation": False}))
+        lost = asyncio.create_task(asked(clients.over_http, LOST, [20, 25], draft_length=0))
         await until(lambda: cell.service.statistics().tokens == before + 3)
         (target,) = [one.worker_id for one in core.snapshot().workers if one.sequences and one.role is Role.TARGET]
         removal = asyncio.create_task(cell.service.remove_worker(target))
@@ -126,7 +110,7 @@ async def drive(folder: Path, observed: Observed) -> None:
         for engine in engines:
             engine.gate.open()
         await removal
-        assert await asked == 200
+        assert await lost == 200
         await until(lambda: not cell.live_sequences)
     observed.spans = exporter.get_finished_spans()
 
