@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import pytest
@@ -13,82 +12,56 @@ import pytest
 from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings, ListenSettings
-from tests.support.cells import Cell, client, running_cell
+from tests.support.cells import client, running_cell
 from tests.support.gateway import save_tokenizer
 from tests.support.waiting import LONG, until
-from tests.support.watched_engine import Gate, WatchedEngine
+from tests.support.watched_engine import WatchedEngine
 
 BODY = {"prompt": "once upon a time", "max_tokens": 6, "ignore_eos": True, "spool": {"speculation": False}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "stream": True}
 
 
-class Connection:
-    """HTTP as it is on the wire."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def to(cls, url: str) -> Connection:
-        host, _, port = url.removeprefix("http://").partition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
-
-    def send(self, head: str, body: bytes = b"", missing: int = 0) -> None:
-        length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
-        sent = body[: len(body) - missing]
-        self.writer.write(f"{head} HTTP/1.1\r\nhost: gateway\r\n{length}\r\n".encode() + sent)
-
-    async def until(self, end: bytes) -> bytes:
-        async with asyncio.timeout(LONG):
-            return await self.reader.readuntil(end)
-
-    async def rest(self) -> bytes:
-        """Raises ConnectionResetError where the server does not end the connection in order."""
-        async with asyncio.timeout(LONG):
-            return await self.reader.read()
+def send(connection: HTTPConnection, path: str, body: bytes, missing: int = 0) -> None:
+    connection.putrequest("POST", path)
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(len(body)))
+    connection.endheaders(body[: len(body) - missing])
 
 
-@asynccontextmanager
-async def held_gateway(folder: Path) -> AsyncIterator[tuple[Cell, Gate, HttpServer]]:
-    """Of a target that waits at the gate."""
-    tokenizer, watched = save_tokenizer(folder), WatchedEngine()
-    async with (
-        running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
-        client(cell.resolve) as backend,
-    ):
+async def answered(connection: HTTPConnection) -> HTTPResponse:
+    return await asyncio.to_thread(connection.getresponse)
+
+
+async def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: Path) -> None:
+    tokenizer, watched = save_tokenizer(tmp_path), WatchedEngine()
+    digest = tokenizer.vocabulary_digest.hex()
+    async with running_cell(tokenizer_digest=digest) as cell, client(cell.resolve) as backend:
         await until(lambda: backend.connected)
         watched.watch(cell.workers[1].executor)
         watched.gate.close()
         server = HttpServer(create_app(backend, tokenizer, GatewaySettings()), ListenSettings(), LONG)
-        try:
-            yield cell, watched.gate, await server.__aenter__()
-        finally:
-            watched.gate.open()
-
-
-async def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: Path) -> None:
-    async with held_gateway(tmp_path) as (cell, gate, server):
-        url = server.url
-        idle, whole, streamed, sending = [await Connection.to(url) for _ in range(4)]
-        idle.send("GET /ping")
-        assert b"200 OK" in await idle.until(b"}")
-        whole.send("POST /v1/completions", json.dumps(BODY).encode())
+        await server.__aenter__()
+        address = server.url.removeprefix("http://")
+        idle, whole, streamed, sending = [HTTPConnection(address, timeout=LONG) for _ in range(4)]
+        idle.request("GET", "/ping")
+        assert b"ok" in await asyncio.to_thread((await answered(idle)).read)
+        send(whole, "/v1/completions", json.dumps(BODY).encode())
         # The first event of a chat comes before its tokens.
-        streamed.send("POST /v1/chat/completions", json.dumps(CHAT).encode())
-        await streamed.until(b"data: {")
-        sending.send("POST /v1/completions", json.dumps(BODY).encode(), missing=1)
+        send(streamed, "/v1/chat/completions", json.dumps(CHAT).encode())
+        events = await answered(streamed)
+        send(sending, "/v1/completions", json.dumps(BODY).encode(), missing=1)
         await until(lambda: cell.live_sequences == 2)
         stopped = asyncio.create_task(server.__aexit__(None, None, None))
-        assert await idle.rest() == b""
+        assert await asyncio.to_thread(idle.sock.recv, 1) == b""
         with pytest.raises(ConnectionRefusedError):
-            await Connection.to(url)
-        sending.writer.write(b"}")
+            HTTPConnection(address).connect()
+        sending.send(b"}")
         await until(lambda: cell.live_sequences == 3)
-        gate.open()
+        watched.gate.open()
         for connection in (whole, sending):
-            head, _, body = (await connection.rest()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK")
-            assert b"connection: close" in head.lower()
-            assert json.loads(body)["usage"]["completion_tokens"] == BODY["max_tokens"]
-        assert (await streamed.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            response = await answered(connection)
+            assert (response.status, response.headers["connection"]) == (200, "close")
+            body = json.loads(await asyncio.to_thread(response.read))
+            assert body["usage"]["completion_tokens"] == BODY["max_tokens"]
+        assert (await asyncio.to_thread(events.read)).endswith(b"data: [DONE]\n\n")
         await stopped
