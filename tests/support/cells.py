@@ -17,7 +17,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend.interface import GenerationRequest
 from services.observability.observer import ServiceObserver
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
@@ -25,7 +25,7 @@ from services.scheduler.session import SessionOptions
 from services.scheduler.workers.worker_link import LinkOptions
 from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import SchedulerClient
+from services.scheduler_client.remote import RecoveryListener, SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
@@ -105,7 +105,6 @@ class Cell:
     server: SchedulerServer
     resolve: Whereabouts
     workers: list[Worker]
-    security: ChannelSecurity
 
     @property
     def live_sequences(self) -> int:
@@ -134,14 +133,13 @@ async def running_scheduler(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     observers: Sequence[ServiceObserver] = (),
-    links: LinkOptions = LINKS,
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     epochs = EpochAuthority(resolve.register)
     async with SchedulerService(
         config or SchedulerConfig(policy=Policy.RAGGED),
         scheduler_epoch=await epochs.claim(),
         epochs=epochs,
-        link_options=links,
+        link_options=LINKS,
         security=security,
         observers=observers,
     ) as service:
@@ -181,7 +179,7 @@ async def running_cell(
             for role, index in roles
         ]
         await all_in_use(workers)
-        yield Cell(service, server, resolve, workers, security)
+        yield Cell(service, server, resolve, workers)
 
 
 async def all_in_use(workers: Sequence[Worker]) -> None:
@@ -190,10 +188,31 @@ async def all_in_use(workers: Sequence[Worker]) -> None:
             await worker.registration.wait_in_use()
 
 
+@dataclass
+class Heard:
+    """What became of a gateway's sessions and sequences; a services.scheduler_client.remote.RecoveryListener."""
+
+    opened: int = 0
+    broken: int = 0
+    moved: int = 0
+
+    def session_opened(self) -> None:
+        self.opened += 1
+
+    def session_broke(self) -> None:
+        self.broken += 1
+
+    def resubmitted(self, sequences: int) -> None:
+        self.moved += sequences
+
+
 def client(
-    resolve: Whereabouts, security: ChannelSecurity = OPEN, options: ClientOptions = CLIENT, name: str = "gateway"
+    *cells: Whereabouts,
+    security: ChannelSecurity = OPEN,
+    options: ClientOptions = CLIENT,
+    listener: RecoveryListener | None = None,
 ) -> SchedulerClient:
-    return SchedulerClient([resolve], security=security, options=options, gateway_id=name)
+    return SchedulerClient(cells, security=security, options=options, gateway_id="gateway", listener=listener)
 
 
 def prompt_of(index: int) -> tuple[int, ...]:
@@ -236,22 +255,17 @@ class SchedulerProcess:
     def wake(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    async def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
-
 
 @asynccontextmanager
-async def scheduler_process(security: ChannelSecurity = OPEN) -> AsyncIterator[SchedulerProcess]:
+async def scheduler_process() -> AsyncIterator[SchedulerProcess]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.scheduler_process"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), SECURITY_VARIABLE: security.to_json()},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        if process.stdout is None:
-            raise RuntimeError("the process was started without a pipe")
+        assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), LONG)
         yield SchedulerProcess(process, json.loads(line)["address"])
     finally:

@@ -26,7 +26,7 @@ from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
 from services.scheduler.service import SchedulerService
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
-from tests.support.cells import CLIENT, Cell, client, running_cell
+from tests.support.cells import Cell, client, running_cell
 from tests.support.stand_in_worker import MODEL, VOCABULARY
 from tests.support.waiting import LONG, until
 
@@ -91,7 +91,7 @@ async def running_gateway(
 ) -> AsyncIterator[Served]:
     metrics = GatewayMetrics(MODEL)
     async with (
-        SchedulerClient([cell.resolve], options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
+        client(cell.resolve, listener=metrics) as backend,
         listening(backend, tokenizer, settings, metrics, tracing=tracing) as served,
     ):
         await until(lambda: backend.connected)

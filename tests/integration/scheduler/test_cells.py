@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -15,9 +14,8 @@ from scheduler.messages import RefusalCause
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
-from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import RecoveryListener, SchedulerClient
-from tests.support.cells import CLIENT, Cell, Whereabouts, prompt_of, read, read_some, request_of, running_cell
+from services.scheduler_client.remote import SchedulerClient
+from tests.support.cells import Cell, Heard, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
 
@@ -25,29 +23,10 @@ pytestmark = pytest.mark.slow
 STEP = 0.005
 
 
-@dataclass
-class Heard:
-    """Implements services.scheduler_client.remote.RecoveryListener."""
-
-    open: int = 0
-    moved: list[int] = field(default_factory=list)
-
-    def session_opened(self) -> None:
-        self.open += 1
-
-    def session_broke(self) -> None:
-        self.open -= 1
-
-    def resubmitted(self, sequences: int) -> None:
-        self.moved.append(sequences)
-
-
 @asynccontextmanager
-async def gateway(
-    cells: Sequence[Whereabouts], listener: RecoveryListener | None = None, options: ClientOptions = CLIENT
-) -> AsyncIterator[SchedulerClient]:
+async def gateway(cells: Sequence[Cell], listener: Heard | None = None) -> AsyncIterator[SchedulerClient]:
     """Once it has a session with each cell, and knows of its targets."""
-    async with SchedulerClient(cells, options=options, listener=listener) as backend:
+    async with client(*(cell.resolve for cell in cells), listener=listener) as backend:
         await until(lambda: all(backend.scheduler_epochs))
         yield backend
 
@@ -65,7 +44,7 @@ async def two_cells(
 
 async def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
     heard = Heard()
-    async with two_cells() as cells, gateway([cell.resolve for cell in cells], heard) as backend:
+    async with two_cells() as cells, gateway(cells, heard) as backend:
         streams = [await backend.submit(request_of(index, 200)) for index in range(20)]
         begun = [await read_some(stream, 5) for stream in streams]
         # It says goodbye as a replica does that is to go.
@@ -75,14 +54,14 @@ async def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
             for index, stream in enumerate(streams):
                 assert begun[index] + await read(stream) == continuation(prompt_of(index), 200)
             assert await left == 0
-        assert sum(heard.moved) >= 1
+        assert heard.moved >= 1
         await cells[0].wait_empty()
 
 
 async def test_a_full_cell_passes_on_and_only_full_cells_refuse() -> None:
     config = SchedulerConfig(policy=Policy.RAGGED, batch_size=2, max_running=2, max_queued_sequences=2)
     async with two_cells(config, step_seconds=0.05) as cells:
-        async with gateway([cell.resolve for cell in cells]) as backend:
+        async with gateway(cells) as backend:
             # All have one beginning, so all would go to one cell.
             shared = tuple(range(20, 20 + PAGE_TOKENS))
             asked = [GenerationRequest((*shared, number), 40) for number in range(8)]
@@ -102,7 +81,7 @@ async def test_limits_of_a_key_hold_over_all_cells() -> None:
     key = KeyClass("a", max_waiting=4, max_running=2).part_of(2)
     assert (key.max_waiting, key.max_running, key.tokens_per_minute) == (2, 1, None)
     config = SchedulerConfig(policy=Policy.RAGGED, keys=(key,))
-    async with two_cells(config, step_seconds=0.05) as cells, gateway([cell.resolve for cell in cells]) as backend:
+    async with two_cells(config, step_seconds=0.05) as cells, gateway(cells) as backend:
         streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
         with pytest.raises(AdmissionRefusedError) as refused:
             await backend.submit(request_of(9, 30, key="a"))

@@ -11,8 +11,7 @@ import httpx
 from scheduler.messages import Role
 from services.gateway.metrics import GatewayMetrics
 from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import SchedulerClient
-from tests.support.cells import Whereabouts, all_in_use, running_worker, scheduler_process
+from tests.support.cells import Whereabouts, all_in_use, client, running_worker, scheduler_process
 from tests.support.gateway import listening, save_tokenizer
 from tests.support.waiting import until
 
@@ -25,7 +24,7 @@ async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
         for place, scheduler in zip(resolve, schedulers, strict=True):
             place.address = scheduler.address
             await all_in_use([await stack.enter_async_context(running_worker("target-0", Role.TARGET, place))])
-        backend = await stack.enter_async_context(SchedulerClient(resolve, options=ClientOptions()))
+        backend = await stack.enter_async_context(client(*resolve, options=ClientOptions()))
         await until(lambda: all(backend.scheduler_epochs))
         gateway = listening(backend, save_tokenizer(tmp_path), None, GatewayMetrics())
         served = await stack.enter_async_context(gateway)

@@ -101,7 +101,7 @@ async def test_every_method_refuses_strangers_and_bytes_that_are_no_message() ->
                 assert "the message cannot be read" in details
         assert cell.live_sequences == 0
         assert cell.service.workers.up == {"target-0"}
-        async with client(cell.resolve, TOKEN) as backend:
+        async with client(cell.resolve, security=TOKEN) as backend:
             await check(backend, 1, 10)
 
 
@@ -126,7 +126,7 @@ async def test_health_is_open_and_there_is_no_reflection() -> None:
 
 async def test_mutual_tls(tmp_path: Path) -> None:
     security = issue(tmp_path / "ours", "127.0.0.1", token=random_token())
-    async with running_cell(security=security) as cell, client(cell.resolve, security) as backend:
+    async with running_cell(security=security) as cell, client(cell.resolve, security=security) as backend:
         await check(backend, 1, 30)
         stranger = issue(tmp_path / "theirs", "127.0.0.1", token=security.token)
         wrong_authority = ChannelSecurity("", security.ca_file, stranger.certificate_file, stranger.key_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -15,35 +15,12 @@ from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.server import SchedulerServer
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
-from services.scheduler_client.remote import SchedulerClient
-from tests.support.cells import CLIENT, Cell, prompt_of, read, request_of, running_cell, running_scheduler
+from tests.support.cells import Cell, Heard, client, prompt_of, read, request_of, running_cell, running_scheduler
 from tests.support.stand_in_worker import continuation
-from tests.support.waiting import LONG, until
+from tests.support.waiting import until
 from tests.support.watched_engine import Gate, WatchedEngine
 
 COUNT = 9
-
-
-class Listener:
-    """Implements services.scheduler_client.remote.RecoveryListener."""
-
-    def __init__(self) -> None:
-        self.opened = 0
-        self.breaks = 0
-        self.sequences = 0
-
-    def session_opened(self) -> None:
-        self.opened += 1
-
-    def session_broke(self) -> None:
-        self.breaks += 1
-
-    def resubmitted(self, sequences: int) -> None:
-        self.sequences += sequences
-
-
-async def replies(call: AsyncIterable[scheduler_pb2.SessionReply]) -> list[scheduler_pb2.SessionReply]:
-    return [reply async for reply in call]
 
 
 def hold(cell: Cell) -> list[Gate]:
@@ -72,7 +49,7 @@ def at_home(service: SchedulerService, worker_id: str) -> int:
 
 @pytest.mark.parametrize("role", Role)
 async def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
-    async with running_cell(drafts=2, targets=2) as cell, SchedulerClient([cell.resolve], options=CLIENT) as backend:
+    async with running_cell(drafts=2, targets=2) as cell, client(cell.resolve) as backend:
         gates = hold(cell)
         streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
         lost = f"{role.value}-0"
@@ -91,14 +68,14 @@ async def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
 
 
 async def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
-    listener = Listener()
-    async with running_cell() as cell, SchedulerClient([cell.resolve], options=CLIENT, listener=listener) as backend:
+    heard = Heard()
+    async with running_cell() as cell, client(cell.resolve, listener=heard) as backend:
         await until(lambda: backend.connected)
         (gate,) = hold(cell)
         streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
         async with running_scheduler(cell.resolve) as (successor, server):
             await until(lambda: successor.core.snapshot().live == COUNT)
-            assert (listener.opened, listener.breaks, listener.sequences) == (2, 1, COUNT)
+            assert (heard.opened, heard.broken, heard.moved) == (2, 1, COUNT)
             gate.open()
             outputs = [await read(stream) for stream in streams]
             assert outputs == [continuation(prompt_of(index), 20) for index in range(COUNT)]
@@ -117,6 +94,7 @@ async def test_a_gateway_that_falls_silent_is_counted() -> None:
     async with running_cell(sessions=sessions) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
         call = scheduler_pb2_grpc.SchedulerStub(channel).Session(silence())
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await asyncio.wait_for(replies(call), LONG)
+            async for _ in call:
+                pass
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         assert told(cell.server, "lease_expiries_total") == {"": 1}
