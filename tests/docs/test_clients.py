@@ -30,11 +30,10 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.002, unlucky=False)
-    tokenizer = ModelTokenizer(gateways.tokenizer.folder, demo_chat_template())
-    with gateways.serve(GatewaySettings(model_names=("demo",)), tokenizer=tokenizer) as served:
-        yield served
-    gateways.close()
+    with stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.002, unlucky=False) as gateways:
+        tokenizer = ModelTokenizer(gateways.tokenizer.folder, demo_chat_template())
+        with gateways.serve(GatewaySettings(model_names=("demo",)), tokenizer=tokenizer) as served:
+            yield served
 
 
 def here(text: str, served: Served) -> str:
@@ -87,10 +86,7 @@ def test_log_probabilities_of_rollouts_come_again_with_the_same_bits(tmp_path: P
     save_tokenizer(folder)
     settings = EngineSettings(str(folder), threads=1, page_size=16, kv_pages=200, max_num_batched_tokens=96)
     target = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
-    gateways = Gateways(ModelTokenizer(folder), running_cell(drafts=0, executors=[target]))
-    try:
-        with gateways.serve() as served:
-            said = run(served, str(EXAMPLES / "rollout.py"), str(folder), folder=tmp_path)
-    finally:
-        gateways.close()
+    cell = running_cell(drafts=0, executors=[target])
+    with Gateways(ModelTokenizer(folder), cell) as gateways, gateways.serve() as served:
+        said = run(served, str(EXAMPLES / "rollout.py"), str(folder), folder=tmp_path)
     assert said.count("48 log probabilities, all equal\n") == 4, said

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import tokenizers
 from opentelemetry.trace import Tracer
@@ -119,7 +119,10 @@ class Gateways:
     def service(self) -> SchedulerService:
         return self.cell.service
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.run(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LONG)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import openai
 import pytest
 
+from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import STEP_SECONDS, TIMEOUT
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 
 
 @pytest.fixture(scope="session")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
-    yield gateways
-    gateways.close()
+    with stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001) as gateways:
+        yield gateways
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +39,20 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="session")
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="session")
+def stub(channel: grpc.Channel) -> GenerationServiceStub:
+    return GenerationServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
-    yield gateways
-    gateways.close()
+    with stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS) as gateways:
+        yield gateways
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import grpc
 import httpx
+import pytest
 
 from protos import scheduler_pb2
 from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.scheduler_client.remote_stream import RemoteStream
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.support.gateway import Gateways
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG
@@ -77,11 +82,26 @@ def streamed(http: httpx.Client, route: str = "completions", **body: Any) -> lis
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def message_of(response: httpx.Response) -> str:
+def error_of(response: httpx.Response) -> str:
     """The message of an error in OpenAI's shape."""
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return str(error["message"])
+
+
+def refusal(call: Callable[[], object]) -> tuple[grpc.RpcError, dict[str, str]]:
+    """Of gRPC, with its trailing metadata."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value, dict(caught.value.trailing_metadata() or ())
+
+
+def refuse_message(stub: GenerationServiceStub, request: pb.GenerateRequest, param: str | None, message: str) -> None:
+    for call in (lambda: stub.Generate(request), lambda: list(stub.GenerateStream(request))):
+        error, trailing = refusal(call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert trailing.get("spool-error-param") == param
+        assert re.search(message, error.details()), error.details()
 
 
 class Recorder:
@@ -121,3 +141,7 @@ class NoScheduler(Recorder):
 
     async def model(self) -> scheduler_pb2.ServedModel:
         raise BackendUnavailableError("the scheduler does not answer")
+
+    async def watch(self, period_seconds: float, max_sequences: int, cell: int) -> AsyncIterator[Any]:
+        raise BackendUnavailableError("the scheduler does not answer")
+        yield

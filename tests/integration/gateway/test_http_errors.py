@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
+from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import (
     BAD_SCHEMA,
     CHAT,
@@ -27,8 +29,10 @@ from tests.integration.gateway.expected import (
     NoScheduler,
     NoTarget,
     Recorder,
-    message_of,
+    error_of,
+    refuse_message,
 )
+from tests.support.clients import message_of
 from tests.support.gateway import MODEL, Gateways, Served, save_tokenizer, stand_in_gateways
 from tests.support.stand_in_worker import ROW_FAILS, VOCABULARY
 
@@ -73,6 +77,8 @@ BAD_COMPLETIONS: Bad = [
     ({"bad_words": [" "]}, "bad_words", "bad_words holds ' ', which makes no token"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "is 6, must be at most max_tokens, which is 5"),
+    ({"priority": 2**31}, "priority", "priority is 2147483648, must be between -2147483648 and 2147483647"),
+    ({"priority": "soon"}, "priority", "priority is 'soon', must be a valid integer"),
     ({"cache_salt": ""}, "cache_salt", "should have at least 1 character"),
     ({"cache_salt": 7}, "cache_salt", "must be a valid string"),
     ({"cache_salt": "\ud800"}, "cache_salt", "half a surrogate pair"),
@@ -82,20 +88,29 @@ BAD_COMPLETIONS: Bad = [
     ({"unknown": 2}, "unknown", "unknown is not a known field"),
 ]
 
+# Fields of messages are not null, a text is a list of characters, and what is empty is not there.
+OF_JSON = ("prompt is None", r"prompt is \[\]", "bad_words is 'b'", "should have at least 1 character")
+
 
 def refuse(http: httpx.Client, route: str, body: dict[str, Any], param: str | None, message: str) -> None:
     content = json.dumps(body).encode()
     response = http.post(f"/v1/{route}", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
-    assert re.search(message, message_of(response)), message_of(response)
+    assert re.search(message, error_of(response)), error_of(response)
     assert response.json()["error"]["param"] == param
-    assert len(message_of(response)) < 500
+    assert len(error_of(response)) < 500
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
-def test_bad_completions(http: httpx.Client, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_bad_completions(
+    http: httpx.Client, stub: GenerationServiceStub, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    """Over gRPC too, unless its request has no such field or value."""
     refuse(http, "completions", {"prompt": "a", **body}, param, message)
+    if not message.startswith(OF_JSON):
+        with suppress(TypeError, ValueError):
+            refuse_message(stub, message_of(**{"prompt": "a", **body}), param, message)
 
 
 def tool(**changes: Any) -> dict[str, Any]:
@@ -207,11 +222,11 @@ def test_numbers_of_schemas_keep_all_their_digits(http: httpx.Client, place: str
     body = f'{{"messages": {json.dumps(CHAT)}, "max_tokens": 1, "{place.partition(".")[0]}": {field}}}'
     response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     if held:
-        assert response.status_code == 200 or "too many digits" not in message_of(response)
+        assert response.status_code == 200 or "too many digits" not in error_of(response)
         return
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(place)
-    assert f"the number {number}, which has too many digits" in message_of(response)
+    assert f"the number {number}, which has too many digits" in error_of(response)
 
 
 class NoTokenizer(Recorder):
@@ -255,13 +270,10 @@ def test_chats_need_a_template(gateways: Gateways, tmp_path: Path) -> None:
 def test_bodies_that_are_no_request(http: httpx.Client, content: bytes, message: str) -> None:
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert re.search(message, message_of(response)), message_of(response)
-
-
-def test_other_content_types_are_refused(http: httpx.Client) -> None:
-    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
-    assert response.status_code == 400
-    assert "content-type application/json" in message_of(response)
+    assert re.search(message, error_of(response)), error_of(response)
+    text = http.post("/v1/completions", content=content, headers={"content-type": "text/plain"})
+    assert text.status_code == 400
+    assert not content or "content-type application/json" in error_of(text)
 
 
 def test_large_bodies_are_refused_and_the_server_goes_on(http: httpx.Client) -> None:
@@ -272,17 +284,17 @@ def test_large_bodies_are_refused_and_the_server_goes_on(http: httpx.Client) -> 
     for content in (b" " * 10_000_000, drip()):
         response = http.post("/v1/completions", content=content)
         assert response.status_code == 413
-        assert "must have at most 4194304" in message_of(response)
+        assert "must have at most 4194304" in error_of(response)
     assert http.get("/health").status_code == 200
 
 
 def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert http.get("/v2/models").status_code == 404
-    assert "GET /v2/models" in message_of(http.get("/v2/models"))
+    assert "GET /v2/models" in error_of(http.get("/v2/models"))
     response = http.get("/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
-    assert message_of(response)
+    assert error_of(response)
 
 
 def test_request_ids(http: httpx.Client) -> None:
@@ -295,7 +307,7 @@ def test_request_ids(http: httpx.Client) -> None:
 def test_bad_deadlines(http: httpx.Client, value: str) -> None:
     response = http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-seconds": value})
     assert response.status_code == 400
-    assert "x-request-timeout-seconds" in message_of(response)
+    assert "x-request-timeout-seconds" in error_of(response)
 
 
 def test_deadlines(http: httpx.Client, slowly_served: Served) -> None:
@@ -303,25 +315,15 @@ def test_deadlines(http: httpx.Client, slowly_served: Served) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     # Long enough for the stream to begin, too short for its end: the error is an event.
     limit = {"x-request-timeout-seconds": "1"}
-    url = f"{slowly_served.url}/v1/completions"
-    response = httpx.post(url, json={**ENDLESS, "stream": True}, headers=limit, timeout=TIMEOUT)
-    assert response.status_code == 200
-    events = response.text.split("\n\n")
-    assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
-    assert events[-2:] == ["data: [DONE]", ""]
     with openai.OpenAI(base_url=f"{slowly_served.url}/v1", api_key="x", default_headers=limit) as client:
-        stream = client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-        )
-        with pytest.raises(openai.APIError, match="not finished within its"):
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1900}
+        stream = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        with pytest.raises(openai.APIError, match="not finished within its") as caught:
             list(stream)
+        assert caught.value.code == "deadline_exceeded"
 
 
-def test_sequences_that_fail(http: httpx.Client) -> None:
-    response = http.post("/v1/completions", json={"prompt": [ROW_FAILS]})
-    assert (response.status_code, response.json()["error"]["code"]) == (500, "sequence_failed")
-    assert "unlucky token" in message_of(response)
-    # The failure of one choice ends all.
+def test_the_failure_of_one_choice_ends_all(http: httpx.Client) -> None:
     body = {"prompt": [[20, 21], [ROW_FAILS]], "max_tokens": 1900, "ignore_eos": True, "stream": True}
     response = http.post("/v1/completions", json=body)
     assert '"code":"sequence_failed"' in response.text
@@ -334,23 +336,23 @@ def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
         response = http.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == http.get("/health").status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert message_of(response)
+        assert error_of(response)
         assert http.get("/ping").status_code == 200
         assert http.get("/metrics").status_code == 200
 
 
-def test_full_queue(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_full_queue(tmp_path: Path) -> None:
     config = SchedulerConfig(max_running=1, max_queued_sequences=1)
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("small"), config, step_seconds=0.01)
-    try:
-        settings = GatewaySettings(retry_after_seconds=3)
-        with gateways.serve(settings) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
-            response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
-            assert response.status_code == 429
-            assert int(response.headers["retry-after"]) >= 1
-            assert response.json()["error"]["code"] == "queue_full"
-            # The sequences that were admitted before are cancelled.
-            gateways.wait_until_idle()
-            assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-    finally:
-        gateways.close()
+    settings = GatewaySettings(retry_after_seconds=3)
+    with (
+        stand_in_gateways(tmp_path, config, step_seconds=0.01) as gateways,
+        gateways.serve(settings) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "queue_full"
+        # The sequences that were admitted before are cancelled.
+        gateways.wait_until_idle()
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200

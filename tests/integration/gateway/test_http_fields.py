@@ -11,7 +11,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.backend.interface import GenerationRequest
-from tests.integration.gateway.expected import TIMEOUT, message_of
+from tests.integration.gateway.expected import TIMEOUT, error_of
 from tests.integration.gateway.test_http_tools import ASK, TOOLS, Open, Talk, talk
 from tests.support.chat_templates import HERMES
 
@@ -131,7 +131,7 @@ def test_every_field_of_the_clients(talk: Open, route: str) -> None:
             response, *found = asked(model, http, route, {**plain, name: value})
             if outcome == "refused":
                 assert (response.status_code, response.json()["error"]["param"]) == (400, name), response.text
-                assert f"{name} is not supported by this server" in message_of(response)
+                assert f"{name} is not supported by this server" in error_of(response)
                 continue
             assert response.status_code == 200, (name, response.text)
             _, *before = asked(model, http, route, plain)

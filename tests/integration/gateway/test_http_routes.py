@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
 from services.scheduler_client.remote_stream import RemoteStream
-from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, message_of
+from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
@@ -56,7 +56,7 @@ def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None
 def test_routes_that_are_not_there_name_what_to_use(http: httpx.Client, route: str, instead: str) -> None:
     response = http.post(f"/v1/{route}", json={"model": MODEL, "input": "a"})
     assert response.status_code == 404
-    assert instead in message_of(response)
+    assert instead in error_of(response)
 
 
 def test_health_load_and_version(http: httpx.Client) -> None:

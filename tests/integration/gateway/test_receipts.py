@@ -153,15 +153,15 @@ def test_a_receipt_that_cannot_be_is_refused(http: httpx.Client, tmp_path_factor
     assert "must be false where max_tokens is 0" in response.json()["error"]["message"]
     tokenizer = save_tokenizer(tmp_path_factory.mktemp("model"))
     cell = running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), exact=False)
-    inexact = Gateways(tokenizer, cell)
-    try:
-        with inexact.serve(GatewaySettings(receipts=True)) as served, httpx.Client(base_url=served.url) as other:
-            response = other.post("/v1/completions", json={"prompt": PROMPT, "receipt": True})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "receipt")
-            assert "the targets do not run in exact mode" in response.json()["error"]["message"]
-            assert "receipt" not in completion(other)["choices"][0]
-    finally:
-        inexact.close()
+    with (
+        Gateways(tokenizer, cell) as inexact,
+        inexact.serve(GatewaySettings(receipts=True)) as served,
+        httpx.Client(base_url=served.url) as other,
+    ):
+        response = other.post("/v1/completions", json={"prompt": PROMPT, "receipt": True})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "receipt")
+        assert "the targets do not run in exact mode" in response.json()["error"]["message"]
+        assert "receipt" not in completion(other)["choices"][0]
 
 
 def test_the_server_computes_what_it_has_signed_again(gateways: Gateways) -> None:
@@ -210,28 +210,28 @@ def test_what_unlike_targets_computed_together_has_no_receipt(
     """What one of them computed alone has one."""
     tokenizer = save_tokenizer(tmp_path_factory.mktemp("model"))
     cell = unlike_targets(tokenizer_digest=tokenizer.vocabulary_digest.hex(), step_seconds=STEP_SECONDS)
-    gateways = Gateways(tokenizer, cell)
-    assert "targets target-1 and target-0 may give other bits: processor another and any" in caplog.text
     others = PARTS | {"processor": "another"}
-    try:
-        with gateways.serve() as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
-            asked = {**ENDLESS, "max_tokens": 600, "receipt": True, "stream": True}
-            with http.stream("POST", "/v1/completions", json=asked) as response:
-                events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
-                first = next(events)
-                (target,) = [worker for worker in gateways.cell.workers if worker.pages_in_use]
-                gateways.run(target.registration.leave(LONG))
-                for worker in gateways.cell.workers:
-                    worker.executor.engine.step_seconds = 0.0
-                *_, last = events
-            [choice] = last["choices"]
-            own = others if target.worker_id == "target-1" else PARTS
-            one, other = ("another", "any") if own == others else ("any", "another")
-            reason = f"targets that are not alike computed the output: processor {one} and {other}"
-            assert choice["receipt"] == {"refused": reason}
-            assert first["system_fingerprint"] == fingerprint_name(own)
-            assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
-            [choice] = completion(http, max_tokens=9, receipt=True)["choices"]
-            assert Receipt.from_json(choice["receipt"]).fingerprint == (PARTS if own == others else others)
-    finally:
-        gateways.close()
+    with (
+        Gateways(tokenizer, cell) as gateways,
+        gateways.serve() as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        assert "targets target-1 and target-0 may give other bits: processor another and any" in caplog.text
+        asked = {**ENDLESS, "max_tokens": 600, "receipt": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=asked) as response:
+            events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+            first = next(events)
+            (target,) = [worker for worker in gateways.cell.workers if worker.pages_in_use]
+            gateways.run(target.registration.leave(LONG))
+            for worker in gateways.cell.workers:
+                worker.executor.engine.step_seconds = 0.0
+            *_, last = events
+        [choice] = last["choices"]
+        own = others if target.worker_id == "target-1" else PARTS
+        one, other = ("another", "any") if own == others else ("any", "another")
+        reason = f"targets that are not alike computed the output: processor {one} and {other}"
+        assert choice["receipt"] == {"refused": reason}
+        assert first["system_fingerprint"] == fingerprint_name(own)
+        assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
+        [choice] = completion(http, max_tokens=9, receipt=True)["choices"]
+        assert Receipt.from_json(choice["receipt"]).fingerprint == (PARTS if own == others else others)

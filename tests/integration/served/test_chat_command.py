@@ -25,9 +25,8 @@ TOKENS = 30
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("chat"), step_seconds=0.05)
-    yield gateways
-    gateways.close()
+    with stand_in_gateways(tmp_path_factory.mktemp("chat"), step_seconds=0.05) as gateways:
+        yield gateways
 
 
 def answer(gateways: Gateways, messages: list[dict[str, str]], count: int = TOKENS) -> str:
