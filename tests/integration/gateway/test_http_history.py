@@ -16,7 +16,7 @@ from deploy.config.loading import load_configuration
 from services.gateway.settings import GatewaySettings
 from services.rpc.channel_security import ChannelSecurity
 from tests.integration.gateway.expected import TIMEOUT
-from tests.integration.gateway.test_http_tools import ASK, CALL, STOP, TOOLS, Open, Talk, talk
+from tests.integration.gateway.test_http_tools import ASK, CALL, STOP, TOOLS, Open, talk
 from tests.support.chat_templates import HERMES, MISTRAL, QWEN3_CODER, THINKING
 from tests.unit.services.test_tokenizer import byte_level
 
@@ -32,12 +32,6 @@ ANSWERS = [
 ]
 
 
-def post(model: Talk, says: str, **body: Any) -> httpx.Response:
-    model.backend.says = [says]
-    body = {"model": "speaker", "messages": ASK, **body}
-    return httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
-
-
 def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
@@ -50,13 +44,13 @@ def test_an_answer_cut_anywhere_is_accepted_back(talk: Open, template: str) -> N
         for said in (said for one, said in ANSWERS if one is template):
             length = len(model.backend.tokenizer.encode(said))
             for limit in {1, length + 1, *range(2, length, 11)}:
-                response = post(model, said, tools=TOOLS, max_tokens=limit)
+                response = model.post(said, tools=TOOLS, max_tokens=limit)
                 answer = response.json()["choices"][0]["message"]
                 calls = answer.get("tool_calls") or []
                 results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
                 for message in (answer, without_nulls(answer)):
                     history = [*ASK, message, *results, {"role": "user", "content": "And now?"}]
-                    again = post(model, "Well.", tools=TOOLS, messages=history)
+                    again = model.post("Well.", tools=TOOLS, messages=history)
                     assert again.status_code == 200, (said, limit, again.text)
                     for call in calls if template is not QWEN3_CODER else []:
                         assert call["function"]["arguments"].strip() in model.backend.prompt
@@ -67,13 +61,13 @@ def test_arguments_that_are_no_object_go_into_the_prompt_as_they_are(talk: Open,
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     history = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, *ASK]
     with talk(HERMES) as model:
-        assert post(model, "Well.", messages=history, tools=TOOLS).status_code == 200
+        assert model.post("Well.", messages=history, tools=TOOLS).status_code == 200
         assert f'"arguments": {arguments or "{}"}' in model.backend.prompt
     # A template that goes through the arguments gets none.
     items = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
     template = items + "{{ k }}={{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
     with talk(template) as model:
-        assert post(model, "Well.", messages=history).status_code == 200
+        assert model.post("Well.", messages=history).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -92,7 +86,7 @@ def test_arguments_that_are_no_object_go_into_the_prompt_as_they_are(talk: Open,
 )
 def test_answers_of_other_servers_are_accepted(talk: Open, message: dict[str, Any]) -> None:
     with talk("{% for m in messages %}{{ m.role + m.content + (m.reasoning_content or '') }}{% endfor %}") as model:
-        response = post(model, "Well.", messages=[*ASK, {"role": "assistant", **message}, *ASK])
+        response = model.post("Well.", messages=[*ASK, {"role": "assistant", **message}, *ASK])
         assert response.status_code == 200, response.text
         for text in (message.get("reasoning"), message.get("refusal")):
             assert (text or "") in model.backend.prompt
@@ -120,7 +114,7 @@ def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
         "spaces_between_special_tokens": True,
     }
     with talk(HERMES) as model:
-        response = post(model, "Well.", **fields, extra=None)
+        response = model.post("Well.", **fields, extra=None)
         assert response.status_code == 200, response.text
         assert response.json()["usage"]["completion_tokens"] == 4
         for field, value in {
@@ -129,17 +123,8 @@ def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
             "enable_thinking": False,
             "guided_json": {},
         }.items():
-            response = post(model, "Well.", **{field: value})
+            response = model.post("Well.", **{field: value})
             assert (response.status_code, response.json()["error"]["param"]) == (400, field)
-
-
-def test_reasoning_has_both_names(talk: Open) -> None:
-    with talk(THINKING) as model:
-        said = "<think>\nHm.\n</think>\n\nYes"
-        message = post(model, said).json()["choices"][0]["message"]
-        assert message["reasoning"] == message["reasoning_content"] == "Hm."
-        deltas = [chunk.choices[0].delta for chunk in model.chunks(said)]
-        assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "Hm."
 
 
 @pytest.mark.parametrize("add_generation_prompt", [None, False])
@@ -147,10 +132,10 @@ def test_the_model_continues_the_last_message(talk: Open, add_generation_prompt:
     history = [*ASK, {"role": "assistant", "content": "It is "}]
     more = {"continue_final_message": True, "add_generation_prompt": add_generation_prompt}
     with talk(HERMES) as model:
-        response = post(model, "sunny.", messages=history, **more)
+        response = model.post("sunny.", messages=history, **more)
         assert response.json()["choices"][0]["message"]["content"] == "sunny."
         assert model.backend.prompt.endswith("<|im_start|>assistant\nIt is ")
-        response = post(model, "", messages=history, continue_final_message=True, add_generation_prompt=True)
+        response = model.post("", messages=history, continue_final_message=True, add_generation_prompt=True)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
 
 
@@ -168,7 +153,7 @@ def test_special_tokens_in_messages_are_text_unless_the_settings_say_otherwise(
         {"role": "user", "content": "<", "name": "end>"},
     ]
     with talk(TURNS, settings) as model:
-        assert post(model, "Well.", messages=history).status_code == 200
+        assert model.post("Well.", messages=history).status_code == 200
         prompt = list(model.backend.requests[-1].prompt)
         [end] = model.backend.tokenizer.stop_token_ids
         assert prompt.count(end) == ends
@@ -181,11 +166,11 @@ def test_a_template_sees_the_time_of_the_settings(talk: Open) -> None:
     template = "{{ strftime_now('%d %B %Y %H:%M %z') }}"
     fixed = GatewaySettings(template_time=datetime.fromisoformat("2024-02-29T23:59:00+05:30"))
     with talk(template, fixed) as model:
-        assert post(model, "Well.").status_code == 200
+        assert model.post("Well.").status_code == 200
         assert model.backend.prompt == "29 February 2024 23:59 +0530"
         assert model.backend.tokenizer.reads_clock
     with talk(template, GatewaySettings(template_zone="Asia/Kathmandu")) as model:
-        assert post(model, "Well.").status_code == 200
+        assert model.post("Well.").status_code == 200
         assert model.backend.prompt.endswith("+0545")
 
 

@@ -16,7 +16,6 @@ from engine.sampling.grammars import GrammarTokens
 from services.backend.interface import GenerationRequest
 from services.gateway.answers.formats import FORMATS
 from tests.integration.gateway.expected import EXPONENTIAL
-from tests.integration.gateway.test_http_history import post
 from tests.integration.gateway.test_http_tools import (
     Open,
     Speaker,
@@ -164,5 +163,5 @@ def test_reasoning_before_other_structures(talk: Open) -> None:
             assert answer["content"] in content
         # Errors name the field, whatever stands around the structure.
         for schema in ({"type": "array", "uniqueItems": True}, {"type": "string", "pattern": f"^{EXPONENTIAL}$"}):
-            response = post(model, "", structured_outputs={"json": schema}, tools=TOOLS)
+            response = model.post("", structured_outputs={"json": schema}, tools=TOOLS)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")

@@ -20,7 +20,7 @@ from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
-from tests.integration.gateway.expected import TIMEOUT, Recorder, message_of
+from tests.integration.gateway.expected import TIMEOUT, Recorder, error_of
 from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, QWEN3_CODER, THINKING
 from tests.support.gateway import Gateways
 from tests.unit.services.test_tokenizer import byte_level
@@ -96,6 +96,12 @@ class Talk:
     def whole(self, *says: str, **request: Any) -> ChatCompletion:
         self.backend.says = list(says)
         return self.client.chat.completions.create(**{"model": "speaker", "messages": ASK, "n": len(says), **request})
+
+    def post(self, says: str = "", **body: Any) -> httpx.Response:
+        """The same by itself, for what the package does not send or hides."""
+        self.backend.says = [says]
+        body = {"model": "speaker", "messages": ASK, **body}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
 
     def chunks(self, *says: str, step: int = 3, **request: Any) -> list[ChatCompletionChunk]:
         self.backend.says, self.backend.step = list(says), step
@@ -257,9 +263,13 @@ def test_thoughts(talk: Open) -> None:
         done = model.whole(THOUGHT, tools=TOOLS)
         message = as_joined(done)
         assert (message["reasoning_content"], message["content"]) == ("Let me think.", "So:")
+        assert getattr(done.choices[0].message, "reasoning") == "Let me think."  # noqa: B009
         assert [call[1] for call in message["tool_calls"]] == ["weather"]
         for step in (1, 1000):
-            assert without_ids(joined(model.chunks(THOUGHT, tools=TOOLS, step=step))) == without_ids(message)
+            chunks = model.chunks(THOUGHT, tools=TOOLS, step=step)
+            assert without_ids(joined(chunks)) == without_ids(message)
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "Let me think."
         hidden = model.whole(THOUGHT, tools=TOOLS, extra_body={"include_reasoning": False})
         assert without_ids(as_joined(hidden)) == {**without_ids(message), "reasoning_content": ""}
         assert hidden.usage is not None
@@ -276,18 +286,17 @@ def test_thoughts(talk: Open) -> None:
         assert model.whole(THOUGHT).choices[0].message.content == THOUGHT
 
 
-def test_required_calls_have_a_grammar(talk: Open) -> None:
-    with talk(MISTRAL) as model:
-        for choice in ("required", {"type": "function", "function": {"name": "stop"}}):
-            done = model.whole('[TOOL_CALLS][{"name": "stop", "arguments": {}}]', tools=TOOLS, tool_choice=choice)
-            assert done.choices[0].finish_reason == "tool_calls"
-            assert model.backend.requests[-1].sampling.grammar is not None
-        model.whole("a", tools=TOOLS)
-        assert model.backend.requests[-1].sampling.grammar is None
-    strict = [openai.pydantic_function_tool(City)]
-    for template, constrained in ((MISTRAL, True), (LLAMA3, False)):
+def test_calls_have_a_grammar_where_they_must_fit(talk: Open) -> None:
+    strict, named = [openai.pydantic_function_tool(City)], {"type": "function", "function": {"name": "stop"}}
+    for template, asked, constrained in (
+        (MISTRAL, {"tools": TOOLS, "tool_choice": "required"}, True),
+        (MISTRAL, {"tools": TOOLS, "tool_choice": named}, True),
+        (MISTRAL, {"tools": TOOLS}, False),
+        (MISTRAL, {"tools": strict}, True),
+        (LLAMA3, {"tools": strict}, False),
+    ):
         with talk(template) as model:
-            model.whole("a", tools=strict)
+            model.whole("a", **asked)
             assert (model.backend.requests[-1].sampling.grammar is not None) is constrained
 
 
@@ -310,11 +319,10 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
     # llguidance knows no `uniqueItems`; without a grammar that does no harm.
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
-    body = {"model": "speaker", "messages": ASK, "tools": tools, "tool_choice": "required"}
     with talk(HERMES) as model:
-        response = httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
+        response = model.post(tools=tools, tool_choice="required")
         assert response.status_code == 400
-        assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
+        assert error_of(response).startswith("tools.2.function.parameters cannot be used: ")
         assert response.json()["error"]["param"] == "tools.2.function.parameters"
         assert model.whole("a", tools=tools).choices[0].message.content == "a"
         wrong = {"type": "json_schema", "json_schema": {"name": "odd", "schema": odd}}
@@ -339,23 +347,20 @@ def test_a_template_for_one_call_gets_one_call(talk: Open) -> None:
         two = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "ab"]
         results = [{"role": "tool", "tool_call_id": name, "content": "sunny"} for name in "ab"]
         history = [*ASK, {"role": "assistant", "content": None, "tool_calls": two}, *results]
-        body = {"model": "speaker", "messages": history, "tools": TOOLS}
-        response = httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
+        response = model.post(messages=history, tools=TOOLS)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages.1.tool_calls")
-        assert "has 2 calls, must have one: " in message_of(response)
-        assert "This model only supports single tool-calls at once!" in message_of(response)
+        assert "has 2 calls, must have one: " in error_of(response)
+        assert "This model only supports single tool-calls at once!" in error_of(response)
 
 
-def test_formats_that_are_not_supported_are_named(talk: Open) -> None:
-    template = HERMES.replace("<tool_call>", "<|tool_calls_section_begin|>")
-    with talk(template) as model, pytest.raises(openai.BadRequestError, match="is that of Kimi K2, whose calls"):
-        model.whole(CALL, tools=TOOLS)
-
-
-def test_the_format_can_be_set(talk: Open) -> None:
-    template = HERMES.replace("tool_call>", "call>")
-    with talk(template) as model, pytest.raises(openai.BadRequestError, match=r"gateway\.tool_format can say it"):
-        model.whole(CALL, tools=TOOLS)
+def test_formats_that_are_not_known_are_named_and_can_be_set(talk: Open) -> None:
+    for tag, message in (
+        ("<|tool_calls_section_begin|>", "is that of Kimi K2"),
+        ("<call>", r"gateway\.tool_format can"),
+    ):
+        template = HERMES.replace("<tool_call>", tag)
+        with talk(template) as model, pytest.raises(openai.BadRequestError, match=message):
+            model.whole(CALL, tools=TOOLS)
     settings = GatewaySettings.model_validate({"tool_format": "hermes"})
     with talk(template, settings) as model:
         assert model.whole(CALL, tools=TOOLS).choices[0].finish_reason == "tool_calls"
