@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,10 +19,10 @@ from pydantic import SecretStr
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from services.backend.interface import BackendUnavailableError
 from services.gateway.settings import GatewaySettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.viewer import StepViews
+from tests.integration.gateway.expected import NoScheduler
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 from tests.support.waiting import LONG, setting, wait_until
 
@@ -40,9 +39,8 @@ def recorded(service: SchedulerService) -> bool:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.01)
-    yield gateways
-    gateways.close()
+    with stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.01) as gateways:
+        yield gateways
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +175,13 @@ def counter(metrics: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in metrics.splitlines() if re.match(rf"{name}(\{{|\s)", line))
 
 
-def keep_asking(url: str, enough: threading.Event) -> set[int]:
+def keep_asking(person: httpx.Client, enough: threading.Event) -> set[int]:
     """Status codes of completions, requested one after the other."""
     statuses = set()
-    for index in itertools.count():
-        if enough.is_set():
-            break
+    for index in itertools.takewhile(lambda _: not enough.is_set(), itertools.count()):
         body = {"model": "stand-in", "prompt": [20 + index % 50], "max_tokens": 40 + index, "temperature": 0}
         headers = {"authorization": f"Bearer {KEY}"}
-        statuses.add(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=LONG).status_code)
+        statuses.add(person.post("/v1/completions", json=body, headers=headers, auth=None).status_code)
     return statuses
 
 
@@ -195,7 +191,7 @@ def test_pictures_move_and_figures_are_those_of_metrics_and_load(
 ) -> None:
     enough = threading.Event()
     with ThreadPoolExecutor(8) as pool, setting(enough):
-        loads = [pool.submit(keep_asking, served.url, enough) for _ in range(8)]
+        loads = [pool.submit(keep_asking, person, enough) for _ in range(8)]
         scheme, rest = served.url.split("://")
         chrome.get(f"{scheme}://anybody:{KEY}@{rest}/dashboard")
         wait_until(lambda: text_of(chrome, "connection") == "live", "the page is connected")
@@ -229,22 +225,9 @@ def test_pictures_move_and_figures_are_those_of_metrics_and_load(
         wait_until(lambda: chrome.execute_script(fits), f"nothing sticks out at a width of {width}", 10)
 
 
-class NoScheduler:
-    cells = 1
-
-    async def model(self) -> None:
-        raise BackendUnavailableError("there is no scheduler")
-
-    statuses = model
-
-    async def watch(self, period_seconds: float, max_sequences: int, cell: int) -> Any:
-        raise BackendUnavailableError("there is no scheduler")
-        yield
-
-
 @pytest.mark.slow
 def test_the_page_shows_that_there_is_no_scheduler(gateways: Gateways, chrome: webdriver.Chrome) -> None:
-    with gateways.serve(backend=NoScheduler()) as served:
+    with gateways.serve(backend=NoScheduler(gateways)) as served:
         assert httpx.get(f"{served.url}/dashboard/views", timeout=LONG).status_code == 503
         unknown = httpx.get(f"{served.url}/dashboard/views?cell=2", timeout=LONG)
         assert (unknown.status_code, "cell is 2, must be between 1 and 1" in unknown.text) == (404, True)
