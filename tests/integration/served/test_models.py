@@ -1,4 +1,4 @@
-"""Real models behind a gateway: sampling, structured output and calls, from OpenAI's client to the weights and back."""
+"""Real models behind a gateway: structured output and calls, from OpenAI's client to the weights and back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
 
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.models.source import demo_chat_template, fetch_model, resolve_model
@@ -20,9 +19,7 @@ from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cells import running_cell
-from tests.support.command_line import save_tokenizer
 from tests.support.gateway import Gateways
-from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
@@ -39,69 +36,13 @@ def served(
         DraftStepExecutor(load_draft_engine(draft_settings, lambda *_: None)),
         TargetStepExecutor(load_target_engine(target_settings, lambda *_: None)),
     ]
-    gateways = Gateways(tokenizer, running_cell(executors=executors))
-    try:
+    with Gateways(tokenizer, running_cell(executors=executors)) as gateways:
         with gateways.serve() as gateway, openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
             yield client
         gateways.wait_until_idle()
-    finally:
-        gateways.close()
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-SAMPLED: dict[str, Any] = {"prompt": "What is this?", "max_tokens": 60, "temperature": 0.8, "seed": 11}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    target, draft = save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"))
-    for folder in (target, draft):
-        save_tokenizer(folder)
-    with served(str(target), str(draft), ModelTokenizer(target), "float32") as client:
-        yield client
-
-
-def complete(client: openai.OpenAI, draft_length: int, **fields: Any) -> openai.types.Completion:
-    """The draft is as large as the target, so the scheduler would hardly draft by itself."""
-    [model] = client.models.list().data
-    extra = {"spool": {"draft_length": draft_length}}
-    return client.completions.create(model=model.id, **{**SAMPLED, **fields}, extra_body=extra)
-
-
-def accepted(done: openai.types.Completion) -> int:
-    assert done.usage is not None
-    return int(done.usage.to_dict()["spool"]["accepted"])
-
-
-def test_sampled_text_depends_on_its_seed_alone(tiny: openai.OpenAI) -> None:
-    plain = [complete(tiny, 0, seed=11 + number).choices[0].text for number in range(4)]
-    several = complete(tiny, 4, n=4)
-    assert [choice.text for choice in several.choices] == plain
-    assert len(set(plain)) == 4
-    assert accepted(several) > 20
-
-
-# --- structured output of the demo models -----------------------------------------------------------------------------
 
 
 # What the demo says depends on the instruction set. So everything has an end, however the model goes on.
-class Address(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    city: str = Field(max_length=20)
-    zip_code: int = Field(ge=0, le=99999)
-
-
-class Person(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=20)
-    mood: Literal["good", "bad"]
-    addresses: list[Address] = Field(max_length=1)
-
-
-ASK: list[Any] = [{"role": "user", "content": "Describe Ann from Paris, with her mood and one address, as short JSON."}]
-
-
 def closed(**properties: Any) -> dict[str, Any]:
     """An object with these properties, all of them required."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -131,15 +72,6 @@ def demo_tokenizer(chat_template: str | None = None) -> ModelTokenizer:
 def demo() -> Iterator[openai.OpenAI]:
     with served("demo", "demo", demo_tokenizer(demo_chat_template()), "auto") as client:
         yield client
-
-
-def test_parsed_answers(demo: openai.OpenAI) -> None:
-    done = demo.chat.completions.parse(
-        model="demo", messages=ASK, response_format=Person, temperature=0, max_tokens=400
-    )
-    [choice] = done.choices
-    assert choice.finish_reason == "stop"
-    assert isinstance(choice.message.parsed, Person)
 
 
 def ask_for(client: openai.OpenAI, schema: dict[str, Any], temperature: float, draft_length: int) -> str:
