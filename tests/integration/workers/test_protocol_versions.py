@@ -23,25 +23,20 @@ OTHERS = [0, PROTOCOL_VERSION + 1]
 IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05)
 
 
-def speak(monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], version: int) -> None:
-    """Has these modules speak another version. Version 0 stands for releases that check no version either."""
-    for module in modules:
+SPEAKERS = {
+    "worker": ("services.worker.server",),
+    "scheduler": ("services.scheduler.session", "services.scheduler.workers.worker_link"),
+    "gateway": ("services.scheduler_client.session",),
+}
+
+
+def speak(monkeypatch: pytest.MonkeyPatch, who: str, version: int) -> None:
+    """Version 0 stands for releases that check no version either."""
+    for module in SPEAKERS[who]:
         monkeypatch.setattr(f"{module}.PROTOCOL_VERSION", version)
         if not version:
             for name in ("version_conflict", "check_version"):
                 monkeypatch.setattr(f"{module}.{name}", lambda *_: None, raising=False)
-
-
-def worker_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    speak(monkeypatch, ("services.worker.server",), version)
-
-
-def scheduler_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    speak(monkeypatch, ("services.scheduler.session", "services.scheduler.workers.worker_link"), version)
-
-
-def gateway_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    speak(monkeypatch, ("services.scheduler_client.session",), version)
 
 
 def both_named(text: str, one: int, other: int) -> bool:
@@ -61,7 +56,7 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
 
 @pytest.mark.parametrize("version", OTHERS)
 async def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker_speaks(monkeypatch, version)
+    speak(monkeypatch, "worker", version)
     async with (
         running_cell(drafts=0, targets=0) as cell,
         running_worker("target-0", Role.TARGET, cell.resolve) as worker,
@@ -73,7 +68,7 @@ async def test_worker_of_another_release_is_refused(version: int, monkeypatch: p
         assert both_named(status.reason, version, PROTOCOL_VERSION)
         assert not cell.service.workers.up
         # A release of the scheduler that fits takes the worker.
-        worker_speaks(monkeypatch, PROTOCOL_VERSION)
+        speak(monkeypatch, "worker", PROTOCOL_VERSION)
         await all_in_use([worker])
 
 
@@ -96,8 +91,6 @@ async def test_whoever_names_no_version_gets_no_description() -> None:
 async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fits(
     other: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    speaks = gateway_speaks if other == "gateway" else scheduler_speaks
-
     def named(record: logging.LogRecord) -> bool:
         return record.name == "services.scheduler_client.cell_link" and both_named(
             record.getMessage(), version, PROTOCOL_VERSION
@@ -106,10 +99,9 @@ async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_t
     resolve = Whereabouts()
     async with client(resolve, options=IMPATIENT) as backend:
         with monkeypatch.context() as patch:
-            speaks(patch, version)
+            speak(patch, other, version)
             async with running_scheduler(resolve):
                 submitted = asyncio.create_task(check(backend, 1, 10))
-
                 await until(lambda: any(named(record) for record in caplog.records))
                 await until_told(backend, version)
                 assert not backend.connected

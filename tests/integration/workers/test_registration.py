@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -69,7 +70,8 @@ async def test_unreachable_worker_is_reported() -> None:
     ):
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         description = worker_pb2.WorkerDescription(role=worker_pb2.ROLE_DRAFT, worker_epoch=1)
-        request = scheduler_pb2.RegisterRequest(worker_id="ghost", address="127.0.0.1:1", description=description)
+        fields: dict[str, Any] = {"worker_id": "ghost", "address": "127.0.0.1:1", "description": description}
+        request = scheduler_pb2.RegisterRequest(**fields)
         reply = await stub.Register(request, timeout=LONG)
         assert reply.state == scheduler_pb2.WORKER_STATE_CONNECTING
         async with asyncio.timeout(LONG):
@@ -85,13 +87,7 @@ async def test_unreachable_worker_is_reported() -> None:
             ({"address": "nowhere"}, "address is 'nowhere', must be host:port"),
             ({"description": worker_pb2.WorkerDescription()}, "role is 0"),
         ):
-            wrong = scheduler_pb2.RegisterRequest()
-            wrong.CopyFrom(request)
-            for name, value in changes.items():
-                if name == "description":
-                    wrong.description.CopyFrom(value)
-                else:
-                    setattr(wrong, name, value)
+            wrong = scheduler_pb2.RegisterRequest(**fields | changes)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Register(wrong, timeout=LONG)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
