@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import track
 
 from engine.kv.pages import PageTable
+from engine.models.fetching import fetch_model
 from engine.models.loading import load_target_engine
-from engine.models.source import fetch_model, resolve_model
+from engine.models.source import resolve_model
 from engine.settings import EngineSettings
 from engine.steps import VerifyRow
 from engine.target import TargetEngine

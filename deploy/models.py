@@ -15,8 +15,9 @@ from engine.demo.build import DemoBuildError
 from engine.drafting.token_map import map_tokens
 from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
 from engine.models.drafting_head import MTP
+from engine.models.fetching import fetch_model
 from engine.models.memory_plan import plan_memory
-from engine.models.source import ModelNotFoundError, fetch_model, longest_sequence, resolve_model
+from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer

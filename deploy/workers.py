@@ -13,8 +13,9 @@ from pathlib import Path
 from deploy.errors import RunError, UsageError
 from deploy.options import NGRAM
 from engine.errors import GpuMemoryError
+from engine.models.fetching import fetch_model
 from engine.models.memory_plan import GPU_CODE_DTYPES, ModelMemory, model_memory
-from engine.models.source import fetch_model, resolve_model
+from engine.models.source import resolve_model
 from engine.settings import DTYPES, EngineSettings
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 from deploy.assembly.secrets import secret_from_environment, secret_from_file
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
-from engine.models.source import SourceKind, demo_chat_template, fetch_tokenizer, resolve_model
+from engine.models.fetching import fetch_tokenizer
+from engine.models.source import SourceKind, demo_chat_template, resolve_model
 from scheduler.messages import Role
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app

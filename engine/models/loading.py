@@ -33,17 +33,11 @@ from engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, 
 from engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
 from engine.models.drafting_head import MTP, head_architecture
 from engine.models.dtype import dtype_name
+from engine.models.fetching import fetch_model, fetch_tokenizer
 from engine.models.kernels import logits_scan
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.reading import model_in_memory, read_config, read_model, report
-from engine.models.source import (
-    ModelNotFoundError,
-    Progress,
-    fetch_model,
-    fetch_tokenizer,
-    longest_sequence,
-    resolve_model,
-)
+from engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import device_of, join_ranks

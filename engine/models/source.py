@@ -1,5 +1,4 @@
-"""From the name of a model to its folder, built or downloaded where it has to be, and the length that its
-configuration allows.
+"""From the name of a model to its folder, and the length that its configuration allows.
 
 No torch here: names are resolved wherever settings are read.
 """
@@ -162,37 +161,8 @@ def _in_hub_cache(name: str) -> Path | None:
     return folder if (folder / "config.json").is_file() and _has_weights(folder) else None
 
 
-def fetch_model(source: ModelSource, progress: Progress) -> Path:
-    """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
-
-    Raises `ModelNotFoundError` if the hub does not have it, `engine.demo.build.DemoBuildError` if the demo cannot be
-    built, `UnsupportedModelError` for a GGUF file that cannot be served.
-    """
-    if source.ready and source.folder is not None:
-        return source.folder
-    if source.kind is SourceKind.DEMO:
-        from engine.demo.build import build_demo_models
-
-        build_demo_models(progress)
-        if source.folder is not None:
-            return source.folder
-    if source.kind is SourceKind.GGUF:
-        from engine.quantization.gguf_folder import gguf_folder
-
-        return gguf_folder(Path(source.name).expanduser(), progress)
-    return _download_model(source.name, progress)
-
-
-def fetch_tokenizer(source: ModelSource, progress: Progress) -> Path:
-    """A folder with the model's tokenizer and configurations: nothing else is downloaded from the hub. Raises as
-    `fetch_model`."""
-    if source.kind is SourceKind.HUB and source.folder is None:
-        progress(f"downloading the tokenizer of {source.name}", None)
-        return _download(source.name, ("*.json", "*.jinja"))
-    return fetch_model(source, progress)
-
-
-def _download_model(name: str, progress: Progress) -> Path:
+def download_model(name: str, progress: Progress) -> Path:
+    """The folder of a model from the hub. Raises `ModelNotFoundError`."""
     progress(f"downloading {name}", None)
     folder = _download(name, _HUB_FILES)
     if not _has_weights(folder):
@@ -200,6 +170,12 @@ def _download_model(name: str, progress: Progress) -> Path:
     if not (folder / "config.json").is_file() or not _has_weights(folder):
         raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
     return folder
+
+
+def download_tokenizer(name: str, progress: Progress) -> Path:
+    """A folder with the tokenizer and the configurations of a model on the hub. Raises `ModelNotFoundError`."""
+    progress(f"downloading the tokenizer of {name}", None)
+    return _download(name, ("*.json", "*.jinja"))
 
 
 def _download(name: str, patterns: Sequence[str]) -> Path:

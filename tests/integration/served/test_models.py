@@ -12,8 +12,9 @@ import jsonschema
 import openai
 import pytest
 
+from engine.models.fetching import fetch_model
 from engine.models.loading import load_draft_engine, load_target_engine
-from engine.models.source import demo_chat_template, fetch_model, resolve_model
+from engine.models.source import demo_chat_template, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer

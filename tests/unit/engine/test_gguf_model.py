@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModelError
+from engine.models.fetching import fetch_model
 from engine.models.memory_plan import model_memory
-from engine.models.source import ModelNotFoundError, fetch_model, resolve_model
+from engine.models.source import ModelNotFoundError, resolve_model
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_folder import gguf_folder
 from engine.quantization.gguf_model import gguf_weights

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.fetching import fetch_model
 from engine.models.source import (
     DEMO_MARKER,
     ModelNotFoundError,
@@ -12,7 +13,6 @@ from engine.models.source import (
     demo_folder,
     demo_is_built,
     demo_marker,
-    fetch_model,
     resolve_model,
 )
 from scheduler.messages import Role
