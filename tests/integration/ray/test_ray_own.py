@@ -13,39 +13,21 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
-from openai.types import CompletionUsage
 
 from bench.chaos.streams import cases
 from tests.support.command_line import spool, started
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import PRIORITY, end, processes_of
 from tests.support.serving import ENGINE, PlainDecoder, stream_all
-from tests.support.tiny_chat import tiny_chat_tokenizer
-from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
-TURNS = 10
-CITY = {"city": {"type": "string", "maxLength": 6}}
-PARAMETERS = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "sky", "parameters": PARAMETERS}}]
-TEMPLATE = """\
-{% for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for message in messages %}<start>{{ message.role }}
-{{ message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<end>
-{% endfor %}{% if add_generation_prompt %}<start>assistant
-{% endif %}"""
 
 _OTHER_RAY = """
 import sys, ray
@@ -87,39 +69,8 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
             end(own.left())
 
 
-def accepted(usage: CompletionUsage) -> int:
-    details = usage.completion_tokens_details
-    return (details and details.accepted_prediction_tokens) or 0
-
-
-def converse(url: str, **spool: object) -> tuple[list[str], list[CompletionUsage]]:
-    """Ten turns, each a question, a call, its result and an answer: what the model says, and what each cost."""
-    said: list[str] = []
-    usages: list[CompletionUsage] = []
-    messages: list[Any] = []
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LONG) as client:
-        for turn in range(TURNS):
-            messages.append({"role": "user", "content": f"Turn {turn}?"})
-            for more in ({"tool_choice": "required", "parallel_tool_calls": False}, {"max_tokens": 8}):
-                asked: dict[str, Any] = {"seed": turn, "temperature": 0.8 * (turn % 2), "max_tokens": 150, **more}
-                done = client.chat.completions.create(
-                    model=MODEL, messages=messages, tools=TOOLS, extra_body={"spool": spool}, **asked
-                )
-                message = done.choices[0].message
-                assert done.usage is not None
-                usages.append(done.usage)
-                messages.append(message.model_dump(exclude_none=True))
-                calls: list[Any] = message.tool_calls or []
-                said += [message.content or "", *(call.function.arguments for call in calls)]
-                messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls]
-    return said, usages
-
-
-def test_serve_until_interrupted(own_ray: OwnRay, tmp_path: Path) -> None:
-    target, _ = save_tiny_pair("llama", tmp_path, vocab_size=272, max_position_embeddings=8192)
-    tokenizer = tiny_chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(target)
+def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) -> None:
+    target, _ = tiny_pair
     asked = cases(2, max_tokens=20)
     models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_model_name: {MODEL}}}")
     page = "https://page.example"
@@ -138,15 +89,6 @@ def test_serve_until_interrupted(own_ray: OwnRay, tmp_path: Path) -> None:
         asked_by_browser = {"origin": page, "access-control-request-method": "POST"}
         preflight = httpx.options(f"{own_ray.url}/v1/completions", headers=asked_by_browser, timeout=LONG)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, page)
-        said, usages = converse(own_ray.url, draft_length=4)
-        assert len(usages) == 2 * TURNS
-        for before, after in pairwise(usages):
-            assert after.prompt_tokens_details is not None
-            # All pages of the prompt before that are full.
-            assert (after.prompt_tokens_details.cached_tokens or 0) > before.prompt_tokens - ENGINE["page_size"]
-        drafted, plain = sum(map(accepted, usages)), converse(own_ray.url, speculation=False)
-        assert plain[0] == said
-        assert drafted > sum(map(accepted, plain[1])) == 0
         logs = spool("logs", "targetworker", "--tail", "5", environment=own_ray.environment)
         assert (logs.code, "INFO deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
         process.send_signal(signal.SIGINT)
