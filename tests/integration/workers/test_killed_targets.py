@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,33 +39,36 @@ def launch(model: Path, role: Role = Role.TARGET, head: str | None = None) -> Wo
 
 
 async def decode(
-    launches: list[WorkerLaunch],
-    then: Callable[[SchedulerService, list[RunningWorker]], Awaitable[None]] | None = None,
-) -> tuple[list[Output], tuple[int, int], SchedulerService]:
+    service: SchedulerService, max_tokens: int, then: Callable[[], Awaitable[None]] | None = None
+) -> tuple[list[Output], tuple[int, int]]:
     """The outputs, and how many tokens were drafted and accepted after `then`, which comes when all have begun."""
     outputs: list[Output] = [[] for _ in PROMPTS]
     drafted = accepted = 0
+    samplings = [SamplingParameters(temperature=0.7 * (n % 2), seed=n) for n in range(len(PROMPTS))]
+    streams = [
+        service.submit(prompt, max_tokens, sampling=sampling, logits_digests=True)
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+    ]
+    for output, stream in zip(outputs, streams, strict=True):
+        delta = await anext(stream)
+        output.extend(zip(delta.tokens, delta.logits_digests, strict=True))
+    if then is not None:
+        await then()
+    for output, stream in zip(outputs, streams, strict=True):
+        async for delta in stream:
+            output.extend(zip(delta.tokens, delta.logits_digests, strict=True))
+            drafted, accepted = drafted + delta.drafted, accepted + delta.accepted
+    return outputs, (drafted, accepted)
+
+
+@asynccontextmanager
+async def started(launches: list[WorkerLaunch]) -> AsyncIterator[tuple[SchedulerService, list[RunningWorker]]]:
     async with (
         WorkerLauncher(launches) as launcher,
         SchedulerService(CONFIG, scheduler_epoch=1, link_options=LINKS) as service,
     ):
         await service.workers.add([WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers])
-        streams = [
-            service.submit(
-                prompt, 200, sampling=SamplingParameters(temperature=0.7 * (n % 2), seed=n), logits_digests=True
-            )
-            for n, prompt in enumerate(PROMPTS)
-        ]
-        for output, stream in zip(outputs, streams, strict=True):
-            delta = await anext(stream)
-            output.extend(zip(delta.tokens, delta.logits_digests, strict=True))
-        if then is not None:
-            await then(service, launcher.workers)
-        for output, stream in zip(outputs, streams, strict=True):
-            async for delta in stream:
-                output.extend(zip(delta.tokens, delta.logits_digests, strict=True))
-                drafted, accepted = drafted + delta.drafted, accepted + delta.accepted
-        return outputs, (drafted, accepted), service
+        yield service, launcher.workers
 
 
 HEADS = ("eagle", "mtp")
@@ -80,16 +84,19 @@ async def test_targets_that_are_killed_and_leave_change_no_bit(kind: str, tmp_pa
     else:
         target, draft = save_tiny_pair(kind, tmp_path, **WINDOWED[kind])
         launches = [*[launch(target)] * 3, launch(draft, Role.DRAFT)]
-    plain, counts, _ = await decode([launch(target)])
+    async with started([launch(target)]) as (service, _):
+        plain, counts = await decode(service, 200)
     assert counts == (0, 0)
     assert [len(output) for output in plain] == [200] * len(PROMPTS)
 
-    async def kill_and_leave(service: SchedulerService, workers: list[RunningWorker]) -> None:
-        os.kill(workers[0].process_id, signal.SIGKILL)
-        await until(lambda: service.statistics().workers_lost == 1)
-        await service.remove_worker(workers[1].worker_id, LONG)
+    async with started(launches) as (service, workers):
 
-    outputs, (drafted, accepted), service = await decode(launches, kill_and_leave)
-    assert outputs == plain
-    assert service.core.snapshot().moves.moves > 0
-    assert accepted > (0.8 if kind in HEADS else 0.05) * drafted > 20
+        async def kill_and_leave() -> None:
+            os.kill(workers[0].process_id, signal.SIGKILL)
+            await until(lambda: service.statistics().workers_lost == 1)
+            await service.remove_worker(workers[1].worker_id, LONG)
+
+        outputs, (drafted, accepted) = await decode(service, 200, kill_and_leave)
+        assert outputs == plain
+        assert service.core.snapshot().moves.moves > 0
+        assert accepted > (0.8 if kind in HEADS else 0.05) * drafted > 20

@@ -18,15 +18,15 @@ from engine.settings import EngineSettings
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
-from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.worker.executor import StepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer, step_thread
+from tests.integration.workers.test_killed_targets import Output, decode
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
-from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import TORCH_SHAPE, save_tiny_pair
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -104,13 +104,6 @@ def opening() -> worker_pb2.Row:
     return worker_pb2.Row(sequence_id=5, prefix_digest=EMPTY_DIGEST, tokens=TOKENS, sample=True, parameters=PARAMETERS)
 
 
-def feed(kv_len: int, tokens: Sequence[int], **fields: object) -> worker_pb2.Row:
-    known = DigestedTokens([*TOKENS, *tokens])
-    return worker_pb2.Row(
-        sequence_id=5, kv_len=kv_len, prefix_digest=known.digest(kv_len), tokens=tokens, sample=True, **fields
-    )
-
-
 def import_from(address: str, **fields: object) -> worker_pb2.ImportKvRequest:
     wanted: dict[str, object] = {
         "worker_epoch": EPOCH,
@@ -134,8 +127,7 @@ def stand_in(**settings: object) -> StepExecutor:
 async def two(**settings: object) -> AsyncIterator[tuple[Served, Served]]:
     """A worker that holds a sequence of TOKENS, and another one."""
     async with served(stand_in()) as source, served(stand_in(**settings)) as destination:
-        row = opening()
-        (reply,) = (await source.step(row)).rows
+        (reply,) = (await source.step(opening())).rows
         assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OK, len(TOKENS))
         yield source, destination
 
@@ -154,7 +146,11 @@ async def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> Non
         assert reply.bytes == 3 * 4 * 8
         assert reply.seconds > 0
         bonus = continuation(TOKENS, 2)
-        (row,) = (await destination.step(feed(len(TOKENS), bonus[:1]))).rows
+        digest = DigestedTokens(TOKENS).digest(len(TOKENS))
+        following = worker_pb2.Row(
+            sequence_id=5, kv_len=len(TOKENS), prefix_digest=digest, tokens=bonus[:1], sample=True
+        )
+        (row,) = (await destination.step(following)).rows
         assert (row.status, list(row.tokens)) == (worker_pb2.ROW_STATUS_OK, bonus[1:])
         # Its pages are for others of its scope.
         for number, (parameters, reused) in enumerate(((PARAMETERS, 0), (scoped, 8)), 6):
@@ -213,42 +209,22 @@ def _load(folder: Path, settings: dict[str, object]) -> TargetStepExecutor:
     return TargetStepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
 
 
-def tokens_of(outputs: list[list[tuple[int, int]]]) -> list[list[int]]:
-    return [[token for token, _ in output] for output in outputs]
-
-
-async def decode(
-    executors: Sequence[Loaded], leaves: bool, config: SchedulerConfig = MOVING, grammar: Grammar | None = None
-) -> tuple[list[list[tuple[int, int]]], SchedulerService]:
-    """Tokens of some sequences and the digests of their logits, while the first worker leaves in the middle of all.
-
-    With a grammar they are sampled at temperature 0.8, without one they are greedy.
-    """
-    outputs: list[list[tuple[int, int]]] = [[] for _ in range(5)]
+async def moved(executors: Sequence[Loaded], leaves: bool) -> tuple[list[Output], SchedulerService]:
+    """The outputs of sequences, greedy and sampled, while the first worker leaves in the middle of all."""
     async with AsyncExitStack() as stack:
-        service = await stack.enter_async_context(SchedulerService(config, scheduler_epoch=1, link_options=LINKS))
+        service = await stack.enter_async_context(SchedulerService(MOVING, scheduler_epoch=1, link_options=LINKS))
         for index, (executor, thread) in enumerate(executors):
             server = WorkerServer(executor, thread=thread)
             endpoint = WorkerEndpoint(f"target-{index}", Role.TARGET, await server.start())
             stack.push_async_callback(server.stop, 1)
             await service.workers.add([endpoint])
-        prompts = [[(3 * index + place) % VOCABULARY for place in range(20 + 7 * index)] for index in range(5)]
-        samplings = [
-            SamplingParameters(temperature=0.8 if grammar else 0.0, seed=index, grammar=grammar) for index in range(5)
-        ]
-        streams = [
-            service.submit(prompt, 60, sampling=sampling, draft_length=0, logits_digests=True)
-            for prompt, sampling in zip(prompts, samplings, strict=True)
-        ]
-        for index, stream in enumerate(streams):
-            delta = await anext(stream)
-            outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
-        if leaves:
+
+        async def leave() -> None:
             await service.remove_worker("target-0", LONG)
             assert not executors[0][0].sequences
-        for index, stream in enumerate(streams):
-            async for delta in stream:
-                outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
+
+        outputs, counts = await decode(service, 60, leave if leaves else None)
+        assert counts == (0, 0)
         return outputs, service
 
 
@@ -256,12 +232,12 @@ async def decode(
     "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}], ids=str
 )
 def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, settings: dict[str, str]) -> None:
-    plain, _ = asyncio.run(decode([load(target_folder, **settings)], leaves=False))
-    moved, service = asyncio.run(decode([load(target_folder, **settings) for _ in range(2)], leaves=True))
+    plain, _ = asyncio.run(moved([load(target_folder, **settings)], leaves=False))
+    outputs, service = asyncio.run(moved([load(target_folder, **settings) for _ in range(2)], leaves=True))
     moves = service.core.snapshot().moves
     assert moves.moves > 0
     assert moves.failed == 0
-    assert moved == plain
+    assert outputs == plain
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("auto", "int8"), ("int8", "auto")])
@@ -281,10 +257,10 @@ def test_kv_of_another_dtype_is_refused(target_folder: Path, ours: str, theirs: 
 
 
 def test_kv_with_another_compute_digest_is_computed_anew(target_folder: Path) -> None:
-    plain, _ = asyncio.run(decode([load(target_folder)], leaves=False))
+    plain, _ = asyncio.run(moved([load(target_folder)], leaves=False))
     executors = [load(target_folder), load(target_folder, max_num_batched_tokens=48)]
-    output, service = asyncio.run(decode(executors, leaves=True))
+    outputs, service = asyncio.run(moved(executors, leaves=True))
     moves = service.core.snapshot().moves
     assert moves.moves == 0
     assert moves.failed > 0
-    assert tokens_of(output) == tokens_of(plain)
+    assert [[token for token, _ in output] for output in outputs] == [[token for token, _ in one] for one in plain]
