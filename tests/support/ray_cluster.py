@@ -1,7 +1,7 @@
 """A Ray cluster of several logical nodes in a process of its own, away from the user's home and from other Rays.
 
 `python -m tests.support.ray_cluster '[{}, {"large_gpu": 1}]'` starts it with these custom resources, prints its
-address, answers the lines `actors`, `scheduler`, `metrics`, `deploy FILE`, `add_nodes RESOURCES`, `clear`, `kill_gcs`
+address, answers the lines `actors`, `cells`, `metrics`, `deploy FILE`, `add_nodes RESOURCES`, `clear`, `kill_gcs`
 and `start_gcs` on its standard input, and stops it at its end.
 """
 
@@ -69,6 +69,37 @@ def redis(folder: Path) -> Iterator[dict[str, str]]:
             process.kill()
 
 
+class Answering:
+    """A process of a module that answers each line on its standard input by one of JSON."""
+
+    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+        self.process_id = self._process.pid
+
+    def read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self._process.args} died"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, question: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        return self.read()[question.partition(" ")[0]]
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(LONG)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class RayCluster:
     """For as long as the `with` block lasts: one logical node for each mapping of custom resources, the head first.
 
@@ -115,39 +146,33 @@ class RayCluster:
         self.folder.mkdir(exist_ok=True)
         self._token.write_text("0" * 64)
         self._log = (self.folder / "cluster.log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ray_cluster", json.dumps(self._nodes), str(self._head_cpus)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=self.environment,
-            text=True,
-        )
+        arguments = json.dumps(self._nodes), str(self._head_cpus)
+        self._process = Answering("tests.support.ray_cluster", *arguments, stderr=self._log, env=self.environment)
         try:
-            self.address = self._answer()["address"]
-        except BaseException:
+            self.address = self._process.read()["address"]
+        except BaseException as error:
+            error.add_note((self.folder / "cluster.log").read_text()[-2000:])
             self._end()
             raise
 
     @property
     def process_id(self) -> int:
         """Of the process that is an ancestor of all others of this Ray."""
-        return self._process.pid
+        return self._process.process_id
 
     @contextlib.contextmanager
     def further_nodes(self, nodes: list[dict[str, float]]) -> Iterator[Self]:
         """Nodes with these custom resources for the length of the block. At its end Serve is gone, and before the next
         block the nodes are too, but for those that it has as well."""
-        assert self._ask(f"add_nodes {json.dumps(nodes)}") == len(nodes)
+        assert self._process.ask(f"add_nodes {json.dumps(nodes)}") == len(nodes)
         try:
             yield self
         finally:
-            self._ask("clear")
+            self._process.ask("clear")
 
     def actors(self) -> list[dict[str, Any]]:
         """Class, process, node and state of every actor, from Ray itself; the node by its custom resources."""
-        found: list[dict[str, Any]] = self._ask("actors")
-        return found
+        return list(self._process.ask("actors"))
 
     def scheduler(self) -> dict[str, Any]:
         """What the scheduler of the application `spool` says of itself and its workers."""
@@ -155,33 +180,23 @@ class RayCluster:
 
     def cells(self) -> list[dict[str, Any]]:
         """The same of every cell."""
-        statuses: list[dict[str, Any]] = self._ask("cells")
-        return statuses
+        return list(self._process.ask("cells"))
 
     def metrics(self) -> list[str]:
         """Where Ray tells each node's metrics to Prometheus."""
-        endpoints: list[str] = self._ask("metrics")
-        return endpoints
+        return list(self._process.ask("metrics"))
 
     def deploy(self, file: Path) -> None:
         """What `serve deploy FILE` has Ray Serve do; answered when Serve has taken notice."""
-        assert self._ask(f"deploy {file}") == "taken"
+        assert self._process.ask(f"deploy {file}") == "taken"
 
     def kill_gcs(self) -> int:
         """Kills the process that has Ray's state; answered when it is dead, with its id."""
-        process_id: int = self._ask("kill_gcs")
-        return process_id
+        return int(self._process.ask("kill_gcs"))
 
     def start_gcs(self) -> int:
         """Starts another one in its place."""
-        process_id: int = self._ask("start_gcs")
-        return process_id
-
-    def _ask(self, question: str) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{question}\n")
-        self._process.stdin.flush()
-        return self._answer()[question.partition(" ")[0]]
+        return int(self._process.ask("start_gcs"))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -189,53 +204,18 @@ class RayCluster:
         self._end()
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(LONG)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.end()
         end(processes_of(str(self.folder)))
         self._log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the cluster died: {(self.folder / 'cluster.log').read_text()[-2000:]}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
-
-class Driver:
-    """A Ray driver in a process of its own (tests/support/ray_driver.py).
+class Cluster:
+    """The nodes of a cluster, and a driver that answers what they do not know themselves.
 
     A driver keeps a processor busy once another GCS has taken over (its poll for errors returns at once then), and may
     not find that GCS at all. So its process ends before the GCS does, and another one follows.
     """
-
-    def __init__(self, address: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ray_driver", address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, question: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{question}\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())[question.partition(" ")[0]]
-
-    def end(self) -> None:
-        self._process.communicate()
-
-
-class Cluster:
-    """The nodes of a cluster, and a driver that answers what they do not know themselves."""
 
     def __init__(self, first: dict[str, float], others: list[dict[str, float]], head_cpus: int) -> None:
         from ray.cluster_utils import Cluster as RayNodes
@@ -249,7 +229,7 @@ class Cluster:
         """Nodes that the next suite may want as well: starting one takes seconds of a processor."""
         self._add(others)
         self.address: str = self._nodes.address
-        self._driver = Driver(self.address)
+        self._driver = Answering("tests.support.ray_driver", self.address)
 
     def answer(self, question: str, argument: str) -> Any:
         match question:
@@ -266,7 +246,7 @@ class Cluster:
                 return process_id
             case "start_gcs":
                 self._nodes.head_node.start_gcs_server()
-                self._driver = Driver(self.address)
+                self._driver = Answering("tests.support.ray_driver", self.address)
                 return self._gcs()
             case _:
                 return self._driver.ask(f"{question} {argument}".strip())

@@ -1,6 +1,6 @@
 """A Ray driver that answers questions about a cluster, one a line: `python -m tests.support.ray_driver ADDRESS`.
 
-The lines are `actors`, `scheduler`, `metrics`, `deploy FILE` and `clear`; each is answered by a line of JSON with the
+The lines are `actors`, `cells`, `metrics`, `deploy FILE` and `clear`; each is answered by a line of JSON with the
 question's first word as its only field.
 """
 
