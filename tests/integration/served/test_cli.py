@@ -186,16 +186,17 @@ def children(process_id: int) -> list[int]:
     return [int(line) for line in listed.stdout.split()]
 
 
-def test_an_interrupted_run_leaves_no_workers_and_can_go_on(folder: Path) -> None:
-    output = folder / "interrupted.jsonl"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_no_workers_and_can_go_on(folder: Path, number: signal.Signals) -> None:
+    output = folder / f"{number.name}.jsonl"
     write_lines(folder / "many.jsonl", *PROMPTS * 40)
     with at_work(folder, "llama-draft", "many.jsonl", output, "--max-tokens", "100") as process:
         wait_until(lambda: output.exists() and bool(output.read_bytes()), "the first answer")
         workers = children(process.pid)
         assert len(workers) == 2
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         error = process.communicate(timeout=2 * LONG)[1]
-    assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT), error
+    assert process.returncode in (128 + number, -number), error
     assert "Traceback" not in error
     wait_until(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers), "no worker is left")
     kept = [json.loads(line)["index"] for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -183,32 +182,23 @@ def test_wrong_settings_are_named() -> None:
             EngineSettings.from_plain(settings)
 
 
-async def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
-    launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET, fail="model: no such\n  folder")]
-    launcher = WorkerLauncher(launches)
-    with pytest.raises(ProcessStartError) as caught:
+@pytest.mark.parametrize(
+    ("settings", "seconds", "told"),
+    [
+        ({"fail": "model: no such\n  folder"}, LONG, "target-0: model: no such folder$"),
+        ({"die": "out of luck"}, LONG, "target-0: exit code 1: out of luck"),
+        ({"die": "SIGKILL"}, LONG, r"target-0: killed by signal 9 \(if memory ran out: a smaller model"),
+        ({"hang": 60}, 1.5, "target-[01]: not ready after 1.5 s"),
+    ],
+)
+async def test_a_worker_that_does_not_start_says_why_and_leaves_nothing(
+    settings: dict[str, Any], seconds: float, told: str
+) -> None:
+    launches = [stand_in(Role.TARGET, **settings), stand_in(Role.TARGET, hang=60)]
+    launcher = WorkerLauncher(launches, start_timeout_seconds=seconds)
+    with pytest.raises(ProcessStartError, match=told):
         await launcher.__aenter__()
-    assert str(caught.value) == "target-0: model: no such folder"
     assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
-
-
-async def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
-    launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
-    with pytest.raises(ProcessStartError, match="target-0: exit code 1: out of luck"):
-        await launcher.__aenter__()
-
-
-async def test_worker_that_the_kernel_kills_may_have_wanted_memory() -> None:
-    launcher = WorkerLauncher([stand_in(Role.TARGET, die="SIGKILL")])
-    with pytest.raises(ProcessStartError, match=r"target-0: killed by signal 9 \(if memory ran out: a smaller model"):
-        await launcher.__aenter__()
-
-
-async def test_worker_that_never_gets_ready_is_given_up() -> None:
-    launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
-    with pytest.raises(ProcessStartError, match=r"target-0: not ready after 1.5 s"):
-        await launcher.__aenter__()
-    assert not alive(launcher.workers[0].process_id)
 
 
 async def test_cancelled_start_leaves_nothing() -> None:
@@ -219,36 +209,3 @@ async def test_cancelled_start_leaves_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await start
     assert not alive(launcher.workers[0].process_id)
-
-
-PARENT = """
-import asyncio, sys
-sys.path.insert(0, {root!r})
-from tests.integration.workers.test_processes import stand_in
-from services.launch.launcher import WorkerLauncher
-from scheduler.messages import Role
-async def main():
-    async with WorkerLauncher([stand_in(Role.TARGET, **{settings!r})]) as launcher:
-        print(launcher.workers[0].process_id, flush=True)
-        await asyncio.Event().wait()
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-async def test_worker_does_not_outlive_its_parent(number: signal.Signals) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PARENT.format(root=str(ROOT), settings={})),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert parent.stdout is not None
-        worker = int(await asyncio.wait_for(parent.stdout.readline(), LONG))
-        assert alive(worker)
-        parent.send_signal(number)
-        await asyncio.wait_for(parent.wait(), LONG)
-        await until(lambda: not alive(worker))
-    finally:
-        if parent.returncode is None:
-            parent.kill()
