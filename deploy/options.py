@@ -13,8 +13,14 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from deploy.config.section import described
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.models.drafting_head import is_drafting_head
-from engine.settings import LONGEST_LOOKUP_MATCH, MOST_RANKS, EngineSettings
-from scheduler.config import Policy, SchedulerConfig
+from engine.settings import (
+    BATCHED_TOKENS_ON_CPU,
+    BATCHED_TOKENS_ON_GPU,
+    LONGEST_LOOKUP_MATCH,
+    MOST_RANKS,
+    EngineSettings,
+)
+from scheduler.config import MOST_RUNNING, Policy, SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import MAX_SEED, SamplingParameters
 
@@ -175,7 +181,12 @@ class EngineOptions(_Frozen):
         ),
     ] = None
     gpu_memory_utilization: float = described(0.9, "Share of a GPU's memory that its workers may take.", gt=0, le=1)
-    max_num_batched_tokens: int = described(192, "Maximum number of tokens in one forward pass.", ge=8, le=65536)
+    max_num_batched_tokens: int | None = described(
+        None,
+        f"Tokens of one forward pass, at most. Unset: {BATCHED_TOKENS_ON_GPU} on a GPU, else {BATCHED_TOKENS_ON_CPU}.",
+        ge=8,
+        le=65536,
+    )
     prefix_cache: bool = described(True, "Compute the KV of a common prompt prefix once, for later requests too.")
     cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
 
@@ -212,6 +223,7 @@ class EngineOptions(_Frozen):
 
 # More rows rarely have one length.
 _EQUAL_ROWS = 8
+_FEWEST_RUNNING = 48
 
 
 class SchedulingSettings(_Frozen):
@@ -223,7 +235,9 @@ class SchedulingSettings(_Frozen):
         "run.",
     )
     max_running: int | None = described(
-        None, "Sequences worked on at a time, for each target. Unset: 48, at least four batches."
+        None,
+        "Sequences worked on at a time, for each target. Unset: a quarter of its `max_num_batched_tokens`, at most "
+        f"{MOST_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",
     )
     draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", le=64)
 
@@ -237,8 +251,12 @@ class SchedulingSettings(_Frozen):
         return self
 
     def config(self, policy: Policy, drafting: bool) -> SchedulerConfig:
-        running = max(48, 4 * (self.batch_size or 0)) if self.max_running is None else self.max_running
-        rows = min(_EQUAL_ROWS, running) if policy in (Policy.EQSPEC, Policy.EXSPEC) else running
+        running = self.max_running
+        if running is None and self.batch_size is not None:
+            running = max(_FEWEST_RUNNING, 4 * self.batch_size)
+        rows = MOST_RUNNING if running is None else running
+        if policy in (Policy.EQSPEC, Policy.EXSPEC):
+            rows = min(_EQUAL_ROWS, rows)
         return SchedulerConfig(
             batch_size=rows if self.batch_size is None else self.batch_size,
             max_running=running,

@@ -64,7 +64,7 @@ def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
             role.value,
             folder,
             engine.dtype,
-            engine.max_num_batched_tokens,
+            engine.batched_tokens,
             engine.tensor_parallel_size,
             engine.quantization,
             DTYPES if engine.device == "cpu" else GPU_CODE_DTYPES,

@@ -16,6 +16,11 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
 MOST_RANKS = 64
 
+BATCHED_TOKENS_ON_CPU = 192
+# Reading 2-byte weights takes a GPU as long as multiplying by them 150 (A100) to 400 rows (L4). Passes of several times
+# as many also outlast the launch of their kernels.
+BATCHED_TOKENS_ON_GPU = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -29,8 +34,8 @@ class EngineSettings:
     `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
-    `max_num_batched_tokens` bounds the tokens of one forward pass, `max_model_len` those of a sequence (None: the
-    model does). `threads` 0 leaves the number to torch.
+    `max_num_batched_tokens` bounds the tokens of one forward pass (None: as `batched_tokens` says), `max_model_len`
+    those of a sequence (None: the model does). `threads` 0 leaves the number to torch.
     `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
     followed them is proposed instead of the model's tokens. So is `target`, a model: rows and proposals have its token
     ids, which may not be the draft's own (engine/drafting/token_map.py). With `prefix_cache`, sequences that begin
@@ -50,7 +55,7 @@ class EngineSettings:
     kv_pages: int | None = None
     kv_memory_bytes: int | None = None
     exact: bool = True
-    max_num_batched_tokens: int = 192
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     lookup_match: int | None = None
     prefix_cache: bool = True
@@ -78,6 +83,12 @@ class EngineSettings:
     @property
     def quantized_kv(self) -> bool:
         return self.kv_cache_dtype == KV_INT8
+
+    @property
+    def batched_tokens(self) -> int:
+        """The most tokens of one forward pass."""
+        on_device = BATCHED_TOKENS_ON_CPU if self.device == "cpu" else BATCHED_TOKENS_ON_GPU
+        return self.max_num_batched_tokens or on_device
 
     def __post_init__(self) -> None:
         choices = (

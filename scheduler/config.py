@@ -12,6 +12,10 @@ from scheduler.key_class import KeyClass
 _MIN_DRAFT_BATCH = 64
 _DRAFT_BATCHES = 4
 
+MOST_RUNNING = 256
+# A pass then has room for the next token of each sequence and three of a draft.
+_TOKENS_OF_EACH = 4
+
 
 class Policy(Enum):
     """How verify groups are formed; see scheduler/batching/verify_grouping.py."""
@@ -35,25 +39,25 @@ class KvMovement(Enum):
 class SchedulerConfig:
     """Limits and choices of one scheduler core.
 
-    `max_running` bounds the running sequences for each target that does not drain (with three targets, three times as
-    many may run), `batch_size` those of a verify group, `draft_batch_size` those that one
+    `max_running` bounds the running sequences for each target that does not drain (None: as `running_on` says; with
+    three targets, three times as many may run), `batch_size` those of a verify group, `draft_batch_size` those that one
     draft step proposes for (None: four batches, at least 64), and `prefill_chunk` the tokens that catch up in one step
-    of any worker. Every round drafts `draft_length` tokens, under AUTO up to so many. `max_queued_sequences` and
-    `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
-    than `wait_bound_steps` times the verify step time, which is taken to be `initial_step_seconds` until it was
-    measured. `steps_in_flight` includes the step that a worker runs. While targets verify proposals, a draft that has
-    nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for none). With a `shared_device`, drafts
-    and targets gain nothing by computing at the same time. `keys` are the classes of the API keys that have a name; all
-    other requests share one more, of weight 1 and without limits.
+    of any worker (None: half of those that its passes take). Every round drafts `draft_length` tokens, under AUTO up to
+    so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them submissions are refused. No
+    sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is taken to be
+    `initial_step_seconds` until it was measured. `steps_in_flight` includes the step that a worker runs. While targets
+    verify proposals, a draft that has nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for
+    none). With a `shared_device`, drafts and targets gain nothing by computing at the same time. `keys` are the classes
+    of the API keys that have a name; all other requests share one more, of weight 1 and without limits.
 
     Raises `ValueError` naming field, value and limit.
     """
 
     batch_size: int = 8
-    max_running: int = 48
+    max_running: int | None = None
     policy: Policy = Policy.AUTO
     draft_length: int = 4
-    prefill_chunk: int = 96
+    prefill_chunk: int | None = None
     max_queued_sequences: int = 1024
     max_queued_tokens: int | None = None
     wait_bound_steps: float = 1.5
@@ -70,9 +74,9 @@ class SchedulerConfig:
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
 
-        for name in ("batch_size", "max_running", "prefill_chunk", "max_queued_sequences", "steps_in_flight"):
+        for name in ("batch_size", "max_queued_sequences", "steps_in_flight"):
             require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_queued_tokens", "draft_batch_size"):
+        for name in ("max_running", "prefill_chunk", "max_queued_tokens", "draft_batch_size"):
             value = getattr(self, name)
             require(name, value is None or value >= 1, "None or at least 1")
         require("policy", isinstance(self.policy, Policy), f"one of {', '.join(p.value for p in Policy)}")
@@ -90,6 +94,10 @@ class SchedulerConfig:
                 raise ValueError(f"keys[{place}] has the name '', must have at least 1 character")
             if name in names[:place]:
                 raise ValueError(f"keys[{place}] has the name {name!r}, must differ from keys[{names.index(name)}]")
+
+    def running_on(self, max_num_batched_tokens: int) -> int:
+        """Sequences that may run for each target whose passes take so many tokens."""
+        return self.max_running or min(MOST_RUNNING, max(1, max_num_batched_tokens // _TOKENS_OF_EACH))
 
     @property
     def proposals_per_step(self) -> int:

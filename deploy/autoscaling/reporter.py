@@ -56,7 +56,7 @@ class Autoscaler:
 
         highest_draft = max(1, len(targets))
         if self._target is not None:
-            capacity = self._capacity(targets, self._target)
+            capacity = self._capacity(targets, self._target, core.max_running / highest_draft)
             load = core.live / capacity
             decision = self._controls[Role.TARGET].decide(load, len(targets), self._target, now)
             highest_draft = wanted[Role.TARGET] = decision.wanted
@@ -79,9 +79,10 @@ class Autoscaler:
             self.decision = ReplicaFigures("; ".join(parts), wanted)
         return reported
 
-    def _capacity(self, targets: list[WorkerSnapshot], rules: TargetAutoscaling) -> float:
-        """Sequences that fill one target: the configured number, or fewer where the KV of those there needs more."""
-        limit = float(rules.sequences_per_replica or self._config.max_running)
+    def _capacity(self, targets: list[WorkerSnapshot], rules: TargetAutoscaling, running: float) -> float:
+        """Sequences that fill one target: the configured number, or `running` without one, or fewer where the KV of
+        those there needs more."""
+        limit = float(rules.sequences_per_replica or self._config.max_running or max(1.0, running))
         used = sum(worker.total_pages - worker.free_pages for worker in targets)
         sequences = sum(worker.sequences for worker in targets)
         if not used or not sequences:

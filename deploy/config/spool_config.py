@@ -55,7 +55,9 @@ class SchedulingSection(SchedulingSettings, Section):
     """How sequences are admitted and grouped."""
 
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
-    prefill_chunk: int = described(96, "Tokens of a long prompt that one step takes in.", ge=1)
+    prefill_chunk: int | None = described(
+        None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
+    )
     wait_bound_steps: float = described(1.5, "Verify steps that a sequence may wait for others.", ge=0, le=1000)
     draft_batch_size: int | None = described(None, "Sequences in one draft step. Unset: four batches, or 64.", ge=1)
     draft_ahead: int = described(

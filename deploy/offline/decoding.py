@@ -12,6 +12,7 @@ from deploy.offline.cell import Cell
 from deploy.offline.prompts import Prompt
 from deploy.options import SamplingSettings
 from deploy.progress import Reporter
+from engine.settings import BATCHED_TOKENS_ON_CPU
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason
 from scheduler.sampling import SamplingParameters
@@ -59,9 +60,9 @@ def make_jobs(
 
 
 def longest_lengths(jobs: Sequence[Job], config: SchedulerConfig) -> list[int]:
-    """Positions, drafts included, of the sequences that need the most of them, as many as may run."""
+    """Positions, drafts included, of the sequences that need the most of them, as many as may run on a CPU."""
     lengths = sorted((len(job.tokens) + job.max_tokens + config.draft_length for job in jobs), reverse=True)
-    return lengths[: config.max_running]
+    return lengths[: config.running_on(BATCHED_TOKENS_ON_CPU)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ async def _submit_all(
     on_done: Callable[[int, Completion], None],
 ) -> None:
     # Enough that the queue never runs dry, and far from its limit.
-    places = asyncio.Semaphore(2 * max(plan.config.max_running, service.core.snapshot().max_running))
+    places = asyncio.Semaphore(2 * max(plan.config.max_running or 0, service.core.snapshot().max_running))
 
     async def run(index: int, job: Job) -> None:
         try:

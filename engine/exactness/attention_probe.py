@@ -12,6 +12,8 @@ from engine.kv.paged_kv import PagedKv
 
 _SEED = 2510
 _STARTS = 3
+# Of larger numbers of rows, some are tried.
+_EVERY_COUNT, _LARGE_STEP = 193, 61
 
 # In each sequence the first position and this one share a key, which queries look for, and have opposite values.
 _CANCELLING = (5, 27, 90, 400)
@@ -24,7 +26,7 @@ class AttentionProbe:
     """Sequences of random K/V as long as the KV lengths in use, and each position's query by itself as the reference.
 
     Kernels work through query rows in blocks, and the last rows of a block may run on another kernel than the others.
-    So every number of rows that a step can have is tried, at several places, and every row of it is compared.
+    So every number of rows that a small step can have is tried, at several places, and every row of it is compared.
 
     Rounding to 16 bits hides most differences in the order of a sum. Two large terms that cancel uncover them: what was
     added while only one of them was in the sum has lost its last bits.
@@ -65,7 +67,8 @@ class AttentionProbe:
         """None when every row keeps its bits in every call of up to `max_rows` rows a sequence."""
         rng = random.Random(_SEED)
         alone: dict[tuple[int, int], torch.Tensor] = {}
-        for rows in range(1, min(max_rows, self._longest) + 1):
+        most = min(max_rows, self._longest) + 1
+        for rows in (*range(1, min(_EVERY_COUNT, most)), *range(_EVERY_COUNT, most, _LARGE_STEP)):
             for _ in range(_STARTS):
                 indices = rng.sample(range(_SEQUENCES), rng.randint(1, _SEQUENCES))
                 parts = [(index, rng.randint(0, self._longest - rows), rows) for index in indices]

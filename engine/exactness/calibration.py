@@ -75,7 +75,7 @@ def calibrate(
     model: PreTrainedModel, make_runner: MakeRunner, settings: EngineSettings, forms: Iterable[AttentionForm | None]
 ) -> Calibration:
     """Tries classes of row counts and `forms` of attention, cheapest first. Raises ExactModeUnavailableError."""
-    page_size, max_num_batched_tokens = settings.page_size, settings.max_num_batched_tokens
+    page_size, max_num_batched_tokens = settings.page_size, settings.batched_tokens
     fewest = min(_MIN_USEFUL_ROWS, max_num_batched_tokens)
     classes = row_count_classes(model, candidate_row_counts(max_num_batched_tokens))
     classes = [members for members in classes if members[-1] >= fewest]
@@ -108,7 +108,8 @@ def calibrate(
 
 def candidate_row_counts(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Few, close together where they are small."""
-    counts = [*range(1, 8), *range(8, 48, 2), *range(48, 96, 8), *range(96, max_num_batched_tokens + 16, 16)]
+    counts = [*range(1, 8), *range(8, 48, 2), *range(48, 96, 8), *range(96, 192, 16)]
+    counts += range(192, max_num_batched_tokens + 64, 64)
     return tuple(sorted({min(count, max_num_batched_tokens) for count in counts}))
 
 

@@ -22,7 +22,7 @@ from engine.models.source import cache_folder
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 12
+_CALIBRATION_RECIPE = 13
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
@@ -45,7 +45,7 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "transformers": transformers.__version__,
         "page_size": settings.page_size,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_batched_tokens": settings.batched_tokens,
         "ranks": settings.tensor_parallel_size,
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -93,7 +93,7 @@ def fingerprint_parts(
         parts["cublas"] = _of_text(str(cublas_conditions()))
     if not _computed_by_cpu_kernels(model):
         parts |= {"processor": device_name(device), "shapes": _of_text(str(shapes))}
-        parts |= {name: str(getattr(settings, name)) for name in ("page_size", "max_num_batched_tokens")}
+        parts |= {"page_size": str(settings.page_size), "max_num_batched_tokens": str(settings.batched_tokens)}
         if device.type == "cpu":
             parts["threads"] = str(torch.get_num_threads())
     return parts

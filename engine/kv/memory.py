@@ -26,7 +26,7 @@ def planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device:
     if device.type != "cuda" or settings.kv_pages or settings.kv_memory_bytes:
         return None
     ranks = settings.tensor_parallel_size
-    rows, quantization = settings.max_num_batched_tokens, settings.quantization
+    rows, quantization = settings.batched_tokens, settings.quantization
     own = model_memory(
         role.value, folder, settings.dtype, rows, ranks, quantization, quantized_kv=settings.quantized_kv
     )

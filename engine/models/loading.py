@@ -254,7 +254,7 @@ def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
 
 def _candidates(loaded: LoadedModel, settings: EngineSettings) -> tuple[int, ...]:
     one_by_one = loaded.solo is not None and loaded.solo.one_by_one
-    most = settings.max_num_batched_tokens
+    most = settings.batched_tokens
     return candidate_row_counts(min(most, _ONE_BY_ONE) if one_by_one else most)
 
 

@@ -16,6 +16,11 @@ from engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMI
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
 
+SHAPED_AT_ONCE = 1 << 23
+"""Numbers of rows of logits that a GPU changes, filters or orders at a time (engine/sampling/sampler.py)."""
+# For each of them: scores, noise, weights and their order, in 4 or 8 bytes each.
+_SHAPING_BYTES = 64
+
 # What a process has on a GPU before it loads anything, and gaps between what it has there later: an allowance.
 _CONTEXT_BYTES = 768 << 20
 # cuBLAS keeps up to 32 MiB, and cuBLASLt as much, for each of two streams: that of passes, and that of captures.
@@ -25,8 +30,6 @@ _GRAPH_BYTES = 8 << 20
 # Rows whose sums over a part of their positions attention keeps in float32 (engine/cuda/triton_attention.py), once in
 # passes without a graph and once in those with one: of each the vector of a head and two numbers.
 _KEPT_ROWS = 2 * (1 << 17)
-# Of a row of a pass: its logits in the model's dtype and, while tokens are chosen, twice in float32.
-_LOGITS_FLOATS = 2
 # Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
 _VECTORS = 8
 
@@ -101,9 +104,10 @@ def model_memory(
         rounded_up = own_heads + own_kv_heads - (heads + kv_heads) / ranks
         more = int(2 * config["num_hidden_layers"] * hidden * head_dim * rounded_up)
         kv_row = kv_row_bytes(head_dim, size, quantized_kv)
-        row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
+        row = config["vocab_size"] * size
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
         workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4 + max_num_batched_tokens * row
+        workspace += _SHAPING_BYTES * min(SHAPED_AT_ONCE, max_num_batched_tokens * config["vocab_size"])
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.models.memory_plan import SHAPED_AT_ONCE
 from engine.passes.device import on_device
 from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.sampling.logits_shaping import (
@@ -28,7 +29,7 @@ from engine.sampling.noise import gumbel, noise_bits, row_key
 from engine.steps import AheadRow, ProposeRow, VerifyRow
 from scheduler.sampling import SamplingParameters
 
-# Rows are taken in blocks whose scratch fits a CPU core's cache; a GPU takes all rows at once.
+# Rows are taken in blocks whose scratch fits a CPU core's cache, or into what is planned for it on a GPU.
 _CPU_BLOCK_ELEMENTS = 65536
 _NO_TOKEN = 2**62
 _BY_TORCH = LogitsScan()
@@ -223,7 +224,8 @@ def _ids(columns: Tensor, token_ids: Tensor | None) -> Tensor:
 
 
 def row_blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
-    size = max(1, _CPU_BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(indices))
+    elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else SHAPED_AT_ONCE
+    size = max(1, elements // logits.shape[1])
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 

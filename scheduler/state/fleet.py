@@ -29,6 +29,8 @@ class Fleet:
         """What is learnt of draft models, by their ids."""
         self.accepting = 0
         """Targets that take new sequences: those that do not drain."""
+        self.max_running = 0
+        """How many sequences may run: so many for each target that takes any."""
         self.largest_capacity = 0
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
 
@@ -65,7 +67,9 @@ class Fleet:
         """Which workers there are has changed, and with it what any of them may do."""
         for worker in self.workers():
             worker.changed = True
-        self.accepting = sum(not target.draining for target in self.targets.values())
+        accepting = [target for target in self.targets.values() if not target.draining]
+        self.accepting = len(accepting)
+        self.max_running = sum(self._config.running_on(target.spec.max_num_batched_tokens) for target in accepting)
         self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
 
     def pick_target(
@@ -75,11 +79,6 @@ class Fleet:
         most = math.inf if max_sequences is None else max_sequences
         free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
         return _closest([one for one in free if one.has_room(positions)], scope, tokens)
-
-    @property
-    def max_running(self) -> int:
-        """How many sequences may run: so many for each target that takes any."""
-        return self._config.max_running * self.accepting
 
     def pick_draft(self, scope: bytes, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
         """The draft worker for a sequence of these tokens, with room for `positions` more."""

@@ -236,7 +236,8 @@ class WorkerState:
 
     def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
         self.spec, self.worker_id, self.page_size = spec, spec.worker_id, spec.page_size
-        self.chunk = min(config.prefill_chunk, spec.max_num_batched_tokens)
+        half = max(1, spec.max_num_batched_tokens // 2)
+        self.chunk = min(config.prefill_chunk or half, spec.max_num_batched_tokens)
         # A target's row feeds a chunk or verifies a draft; a draft's row catches up by a chunk, and proposes.
         ahead = self.chunk + spec.max_num_batched_tokens // 2
         counts = PageCounts(spec.page_spans or (spec.page_size,), spec.page_windows or (0,), ahead)

@@ -42,7 +42,7 @@ def status_of(
             totals,
             mean_size=totals.mean_group_size,
             forced=totals.forced_groups,
-            batch_size=config.batch_size,
+            batch_size=min(config.batch_size, core.max_running or config.batch_size),
         ),
         throughput=to_wire(scheduler_pb2.ThroughputFigures, totals, core),
         prefix_cache=[

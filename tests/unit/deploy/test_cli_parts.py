@@ -24,6 +24,7 @@ from deploy.options import (
 )
 from deploy.workers import worker_devices
 from engine.models.memory_plan import model_memory
+from engine.settings import BATCHED_TOKENS_ON_GPU
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
@@ -187,7 +188,7 @@ def test_what_a_model_takes_is_said_before_it_is_started(
     said += f"{2**30 // kv_bytes:,}"
     assert said in on_cpu
     assert said in on_gpu.err
-    memory = model_memory("target", tmp_path, "bfloat16", 192, 1, quantization)
+    memory = model_memory("target", tmp_path, "bfloat16", BATCHED_TOKENS_ON_GPU, 1, quantization)
     room = 4 * 2**30 * 0.9 - (mebibytes << 20) - memory.workspace
     tokens = re.search(r"a GPU of 4 GiB also has room for ([\d,]+) tokens of KV", on_gpu.err)
     assert tokens is not None

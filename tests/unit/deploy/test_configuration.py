@@ -222,7 +222,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
 
 
-@pytest.mark.parametrize(("policy", "rows"), [("auto", 48), ("ragged", 48), ("exspec", 8), ("eqspec", 8)])
+@pytest.mark.parametrize(("policy", "rows"), [("auto", 256), ("ragged", 256), ("exspec", 8), ("eqspec", 8)])
 def test_a_step_takes_all_that_run_unless_their_lengths_must_be_equal(policy: str, rows: int) -> None:
     named = f"scheduling.policy={policy}"
     assert load_configuration(None, [named]).scheduler_config().batch_size == rows

@@ -85,6 +85,8 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     assert found.weights == sum(weights.nbytes for weights in model.parameters())
     assert found.kv_bytes_per_token == 2 * KvShape.of(model.config).bytes_of_layer(torch.float16)
     assert found.workspace > 1 << 30
+    of_a_row = 2 * (model.config.vocab_size + model.config.hidden_size + model.config.intermediate_size)
+    assert model_memory("target", folder, "float16", 2048).workspace - found.workspace > 1948 * of_a_row
     in_safetensors = model_memory("target", folder, "auto", 100).weights
     assert in_safetensors == 2 * found.weights  # float32
     weights = load_file(folder / "model.safetensors")

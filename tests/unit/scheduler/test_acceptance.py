@@ -34,7 +34,7 @@ CONFIDENCES = {1: bytes([250, 10, 10]), 2: bytes([250, 250, 250]), 3: bytes([10,
 
 def test_where_room_is_short_the_least_promising_tokens_are_left_out_and_no_row() -> None:
     """Of four sequences, of which a draft has proposed three tokens each, as sure of them as CONFIDENCES."""
-    driver = Driver(policy=Policy.EQSPEC, batch_size=4, draft_length=3, wait_bound_steps=100.0)
+    driver = Driver(policy=Policy.EQSPEC, batch_size=4, max_running=4, draft_length=3, wait_bound_steps=100.0)
     driver.join("target", packed=10)
     driver.join("draft", Role.DRAFT)
     for sequence_id in CONFIDENCES:

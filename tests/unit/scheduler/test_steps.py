@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.settings import EngineSettings
 from scheduler.config import Policy
 from scheduler.messages import FinishSequence, Role, SendStep
 from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs, pair
@@ -35,6 +36,19 @@ def test_the_prompt_that_was_admitted_first_is_computed_first() -> None:
     rows = [row for step in of_type(driver.log, SendStep) for row in step.rows]
     # What is left of a chunk goes to the next prompt.
     assert [(row.sequence_id, len(row.tokens)) for row in rows] == [(0, 10), (0, 5), (1, 5), (1, 10), (2, 10), (2, 5)]
+
+
+@pytest.mark.parametrize(("device", "running", "chunk"), [("cpu", 48, 96), ("cuda:1", 256, 1024)])
+def test_what_runs_and_what_a_step_feeds_follow_from_what_a_pass_takes(device: str, running: int, chunk: int) -> None:
+    driver = Driver(draft_length=0, steps_in_flight=1)
+    driver.join("target", pages=9000, packed=EngineSettings("any", device=device).batched_tokens)
+    for number in range(300):
+        driver.submit(number, prompt_length=80, max_tokens=1)
+    snapshot = driver.core.snapshot()
+    assert (snapshot.running, snapshot.max_running) == (running, running)
+    driver.answer("target")
+    fed = [sum(len(row.tokens) for row in step.rows) for step in of_type(driver.log, SendStep)]
+    assert fed == [80, chunk]
 
 
 def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:
@@ -92,7 +106,7 @@ def test_a_drafts_second_step_waits_for_what_is_being_verified() -> None:
 
 
 def test_a_prompt_is_not_shut_out_by_those_who_decode() -> None:
-    driver = Driver(batch_size=8, draft_length=0, prefill_chunk=64)
+    driver = Driver(batch_size=8, draft_length=0, max_running=48, prefill_chunk=64)
     driver.join("target", packed=8)
     for sequence_id in range(20):
         driver.submit(sequence_id, prompt_length=4, max_tokens=100)
