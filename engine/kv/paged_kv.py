@@ -167,11 +167,15 @@ class PagedKv:
 
     def read_page(self, page: int) -> torch.Tensor:
         """A copy of a page, `[lanes, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
-        return self._lanes[:, :, page].transpose(0, 1).contiguous().cpu()
+        page_of_lanes = self._lanes[:, :, page].transpose(0, 1)
+        # From a GPU in one gather, to memory that it writes by itself.
+        pinned = self._lanes.is_cuda
+        return torch.empty(page_of_lanes.shape, dtype=self._lanes.dtype, pin_memory=pinned).copy_(page_of_lanes)
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """`content` as from `read_page`."""
-        self._lanes[:, :, page] = content.transpose(0, 1).to(self._lanes.device)
+        content = content.pin_memory() if self._lanes.is_cuda else content
+        self._lanes[:, :, page] = content.to(self._lanes.device).transpose(0, 1)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole pages, each pair from its first to its second. No page is written that is read as well."""
