@@ -51,8 +51,10 @@ class Run:
     def blocks(self) -> list[Block]:
         return [
             Block("device", 20, self.device),
+            Block("serving", 90, self.serving),
             Block("speed", 150, self.speed),
             Block("exactness", 90, lambda: self.exactness(self.bench.engines(_SERVED), _SERVED, 64, 64)),
+            Block("larger passes", 90, self.larger_passes),
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
             Block("products", 90, self.products),
@@ -72,6 +74,18 @@ class Run:
             read_gb_per_second=bench.read_bandwidth / 1e9,
         )
         findings.add("bfloat16 product", tera_operations_per_second=product_rate(bench.device) / 1e12)
+
+    def serving(self) -> None:
+        """As many streams as run on a CPU and on a GPU by default, and prefill by passes of the default size."""
+        engines, rounds = self.bench.engines(_SERVED), 4 if self.small else 16
+        speeds = plain(self.bench, engines, _SERVED, (6,) if self.small else (48, 256), rounds)
+        speculation(self.bench, engines, _SERVED, speeds, (0.8,), (3,), rounds)
+        long_contexts(self.bench, engines, _SERVED, (100,) if self.small else (2048,), (2,) if self.small else (8,))
+
+    def larger_passes(self) -> None:
+        tokens, contexts = (256, (300,)) if self.small else (8192, (2048, 8192))
+        name = f"passes of {tokens} tokens"
+        long_contexts(self.bench, self.bench.engines(name, batched_tokens=tokens), name, contexts, (2,))
 
     def speed(self) -> None:
         engines = self.bench.engines(_SERVED)

@@ -16,8 +16,6 @@ from engine.models.loading import draft_engine_of, target_engine_of
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 
-MAX_TOKENS = 192
-"""Of a pass: a batch of 32 with drafts of 5."""
 _PAGE_SIZE = 16
 # Tokens of KV: a batch of 8 with contexts of 8,192 tokens and what they are continued by.
 _KV_TOKENS = {"cpu": 8192, "cuda": 72 << 10}
@@ -57,18 +55,20 @@ class Bench:
             self._bandwidth = read_bandwidth(self.device)
         return self._bandwidth
 
-    def settings(self, kv_tokens: int | None = None, cuda_graphs: bool = True) -> EngineSettings:
+    def settings(
+        self, kv_tokens: int | None = None, cuda_graphs: bool = True, batched_tokens: int | None = None
+    ) -> EngineSettings:
         return EngineSettings(
             "synthetic",
             str(self.dtype).removeprefix("torch."),
             device=str(self.device),
             page_size=_PAGE_SIZE,
             kv_pages=(kv_tokens or _KV_TOKENS[self.device.type]) // _PAGE_SIZE,
-            max_num_batched_tokens=MAX_TOKENS,
+            max_num_batched_tokens=batched_tokens,
             cuda_graphs=cuda_graphs,
         )
 
-    def engines(self, name: str, cuda_graphs: bool = True) -> Engines:
+    def engines(self, name: str, cuda_graphs: bool = True, batched_tokens: int | None = None) -> Engines:
         """The engines of this name; built with a new pair, and all others dropped, if they are not in memory."""
         if self._name == name and self._engines is not None:
             return self._engines
@@ -84,7 +84,7 @@ class Bench:
             weight_gb=weight_bytes / 1e9,
             read_ms=weight_bytes / bandwidth * 1000,
         )
-        target, draft = self._load(name, pair, self.settings(None, cuda_graphs))
+        target, draft = self._load(name, pair, self.settings(None, cuda_graphs, batched_tokens))
         self._name, self._engines = name, Engines(target, draft, pair, weight_bytes)
         return self._engines
 

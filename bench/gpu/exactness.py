@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.gpu.decoding import Stream, decode, free, prefill, prompts
-from bench.gpu.engines import MAX_TOKENS, Bench, Engines
+from bench.gpu.engines import Bench, Engines
 
 _PROMPT_TOKENS = 24
 _DRAFT_LENGTH = 4
@@ -56,7 +56,7 @@ def _decoded(engines: Engines, count: int, tokens: int, batch: int, drafts: bool
     for first in range(0, count, batch):
         streams = [Stream(prompt) for prompt in asked[first : first + batch]]
         try:
-            prefill(target, draft, streams, MAX_TOKENS)
+            prefill(target, draft, streams, target.description.max_num_batched_tokens)
             while any(len(stream.output) < tokens for stream in streams):
                 decode(target, draft, streams, 1, _DRAFT_LENGTH if drafts else 0, digests=True)
         finally:

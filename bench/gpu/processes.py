@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.gpu.decoding import GREEDY, Stream, prompts
-from bench.gpu.engines import MAX_TOKENS, Bench
+from bench.gpu.engines import Bench
 from bench.gpu.findings import Findings
 from bench.gpu.pair import SHAPES, Pair
 from engine.kv.pages import PageTable
@@ -117,7 +117,7 @@ def _written(engine: TargetEngine, stream: Stream, count: int) -> Written:
     written: Written = []
     while len(written) < count:
         missing = stream.history[stream.table.length :]
-        fed = missing[:MAX_TOKENS]
+        fed = missing[: engine.description.max_num_batched_tokens]
         samples = len(fed) == len(missing)
         row = VerifyRow(stream.table, fed, (), samples, stream.history, len(stream.prompt), GREEDY, samples)
         (outcome,) = engine.step([row]).rows

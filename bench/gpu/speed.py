@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.gpu.decoding import GREEDY, Rounds, Stream, decode, free, prefill, prompts
 from bench.gpu.device import wait_for
-from bench.gpu.engines import MAX_TOKENS, Bench, Engines
+from bench.gpu.engines import Bench, Engines
 from scheduler.sampling import SamplingParameters
 
 _PROMPT_TOKENS = 64
@@ -27,7 +27,7 @@ def run_rounds(
     vocabulary = target.description.vocabulary_size
     streams = [Stream(prompt) for prompt in prompts(batch, _PROMPT_TOKENS, vocabulary)]
     try:
-        prefill(target, draft if draft_length else None, streams, MAX_TOKENS)
+        prefill(target, draft if draft_length else None, streams, target.description.max_num_batched_tokens)
         decode(target, draft, streams, _WARM_UP, draft_length, sampling)
         return decode(target, draft, streams, rounds, draft_length, sampling)
     finally:
