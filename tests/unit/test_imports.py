@@ -109,6 +109,17 @@ def test_help_is_quick() -> None:
     assert {*HEAVY, "ray", "grpc", "fastapi", "numpy"}.isdisjoint(outcome.stderr.split())
 
 
+def test_engines_need_little_but_torch_and_transformers() -> None:
+    """So does the benchmark that is sent to a GPU."""
+    foreign = ("fastapi", "google", "gguf", "grpc", "llguidance", "platformdirs", "prometheus_client", "pydantic")
+    program = f"import pkgutil, sys; sys.modules.update(dict.fromkeys({(*foreign, 'ray', 'typer', 'uvicorn')}))\n"
+    program += "for name in ('engine', 'scheduler', 'bench.gpu'):\n"
+    program += "    found = pkgutil.walk_packages(__import__(name, fromlist=['']).__path__, name + '.')\n"
+    program += "    for module in found: __import__(module.name)\n"
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+
+
 def test_all_but_workers_start_without_torch() -> None:
     modules = "services.scheduler.service, services.gateway.http.app, services.gateway.grpc.server, deploy.cli.main, "
     modules += "engine.models.source, engine.quantization.gguf_folder, spool_client"
