@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Glm4Config,
@@ -21,14 +23,23 @@ from transformers import (
 )
 
 from engine.attention.backends import AttentionRule, Span
+from engine.attention.paged_step import ATTENTION_NAME
 from engine.cuda.setup import GpuPasses
-from engine.kv.paged_kv import LayerKv, PagedKv
+from engine.description import EngineDescription
+from engine.drafting.model_draft import DraftEngine
+from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
 from engine.kv.pages import PagePool, PageTable
 from engine.layers.linear import linear_of
+from engine.models.loaded_model import LoadedModel
+from engine.models.vocabulary import Vocabulary
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from engine.quantization.model import round_weights
+from engine.steps import ProposeRow, VerifyRow
+from engine.target import TargetEngine
+from scheduler.messages import Role
+from scheduler.sampling import SamplingParameters
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 PAGE, PAGES, VOCABULARY = 16, 12, 96
@@ -158,6 +169,83 @@ def expand(model: PreTrainedModel) -> None:
                 setattr(module, name, torch.nn.Embedding.from_pretrained(child.quantized.expanded().to(model.dtype)))
             elif isinstance(child, QuantizedLinear):
                 setattr(module, name, linear_of(child.quantized.expanded().to(model.dtype), child.bias))
+
+
+class Work(TorchDispatchMode):
+    """Counts what a GPU would be asked for: kernels, each operation that makes no view being one, and answers that its
+    host waits for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.kernels = self.waits = 0
+        self._interpreting = False
+        executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+        monkeypatch.setattr(executor, "__call__", self._launching(executor.__call__))
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "nonzero"):
+            monkeypatch.setattr(torch.Tensor, name, self._waiting(getattr(torch.Tensor, name)))
+
+    def _launching(self, launch: Callable[..., object]) -> Callable[..., object]:
+        def counted(*given: object, **named: object) -> object:
+            self.kernels += 1
+            self._interpreting = True
+            try:
+                return launch(*given, **named)
+            finally:
+                self._interpreting = False
+
+        return counted
+
+    def _waiting(self, read: Callable[..., object]) -> Callable[..., object]:
+        def counted(*given: object, **named: object) -> object:
+            self.waits += not self._interpreting
+            return read(*given, **named)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
+        makes_room = "empty" in func.__name__
+        self.kernels += not (self._interpreting or is_view or makes_room)
+        return func(*args, **(kwargs or {}))
+
+
+def engines_of(model: PreTrainedModel) -> tuple[TargetEngine, DraftEngine]:
+    """Of one model, all by kernels, each with pages of its own."""
+    products, attention, sampling = (
+        importlib.import_module(f"engine.cuda.triton_{name}") for name in ("product", "attention", "sampling")
+    )
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    gpu = GpuPasses("", lambda page: attention.TritonBackend(*heads, page, CPU), None, products.TritonLinear)
+    model.set_attn_implementation(ATTENTION_NAME)
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, gpu)
+    loaded.replace_layers(PAGE)
+    pools = [PagePool(PAGES, PAGE) for _ in Role]
+    runners = [loaded.runner(pool, None, ()) for pool in pools]
+    description = EngineDescription("tiny", b"", VOCABULARY, "float16", "cpu", PAGE, PAGES, PAGE * PAGES, 64)
+    store, scan = PagedKvStore(runners[0].kv, "tiny", b""), sampling.TritonScan()
+    target = TargetEngine(description, runners[0], pools[0], store, scan)
+    return target, DraftEngine(description, runners[1], pools[1], scan, chained=True)
+
+
+def test_a_step_of_36_layers_launches_few_kernels_and_is_waited_for_once(
+    fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = []
+    for layers in (1, 2):
+        model = tiny_model(Qwen3Config, num_hidden_layers=layers).to(torch.float16)
+        target, draft = engines_of(model)
+        history, sampling = tokens_of(0, 9), SamplingParameters(temperature=0.7, seed=1)
+        rows = [VerifyRow(PageTable(), history, (), True, history, 9, sampling) for _ in range(3)]
+        proposing = [ProposeRow(PageTable(), history, 3, history, 9, sampling) for _ in range(3)]
+        for engine, given in ((target, rows), (draft, proposing)):
+            with monkeypatch.context() as patch, Work(patch) as work:
+                outcomes = engine.step(given).rows
+            assert all(outcome.error is None and outcome.tokens for outcome in outcomes)
+            assert work.waits == 1
+            kernels.append(work.kernels)
+    of_one, _, of_two, _ = kernels
+    assert of_two - of_one > 5
+    assert of_one + 35 * (of_two - of_one) <= 400
 
 
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
