@@ -38,12 +38,13 @@ _SPLIT = 256
 _MERGE_STAGES = 4
 # Warps of a program, positions of a tile and bytes of its keys at most: these decide about the order of sums.
 _WARPS = 8
-_TILE_POSITIONS = 64
+_TILE_POSITIONS, _MIN_POSITIONS = 64, 16
 _TILE_BYTES = 16 << 10
 # How far ahead tiles are loaded. 3: a tile is loaded when the last one is done; 5: one tile earlier; 7: two.
 _STAGES = 5
-# Of a thread, at most, where elements have 2 bytes. 64 Ki of them make up the programs that run at a time.
-_REGISTERS = 128
+# Of a thread, at most, where the numbers of a tile fit: those of 16 rows of up to so many dimensions, in elements of 2
+# bytes that are multiplied as they lie. Then two programs share the registers of a multiprocessor, else one has them.
+_REGISTERS, _SHARING_DIMENSIONS = 128, 128
 # For each multiprocessor, over all KV heads: programs share the items of work.
 _PROGRAMS = 4
 # Multiprocessors that the interpreter is said to have: it runs programs one after the other.
@@ -223,19 +224,22 @@ def _attend(  # type: ignore[no-untyped-def]
             first_row, rows, start, first_page, split, first_kept = _item(numbers, index + tl.num_programs(0))
 
 
-def _launch_values(
-    query_heads: int, kv_heads: int, head_dim: int, page_size: int, element_bytes: int, overlap: bool
-) -> dict[str, object]:
+def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str, object]:
     """The constants that the kernel is compiled with for a model's heads, and how it is compiled."""
-    dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(head_dim))
+    dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(layer.head_dim))
+    element_bytes, tile_queries = layer.dtype.itemsize, _tile_rows(query_heads // layer.kv_heads)
+    tile_bytes = _TILE_BYTES
+    if layer.quantized and element_bytes == 4:
+        # Codes are expanded in registers, and so are all operands of products without matrix units.
+        tile_bytes //= 2
     values: dict[str, object] = {
-        "kv_heads": kv_heads,
-        "group": query_heads // kv_heads,
-        "head_dim": head_dim,
-        "page_size": page_size,
-        "tile_queries": _tile_rows(query_heads // kv_heads),
+        "kv_heads": layer.kv_heads,
+        "group": query_heads // layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "page_size": layer.page_size,
+        "tile_queries": tile_queries,
         "dimensions": dimensions,
-        "tile_positions": min(_TILE_POSITIONS, _TILE_BYTES // (dimensions * element_bytes)),
+        "tile_positions": max(_MIN_POSITIONS, min(_TILE_POSITIONS, tile_bytes // (dimensions * element_bytes))),
         "split_positions": _SPLIT,
         "merge_stages": _MERGE_STAGES,
         # Elements that are not 16 bits wide are multiplied as they are, and not as TF32.
@@ -244,8 +248,8 @@ def _launch_values(
         "num_warps": _WARPS,
         "num_stages": _STAGES,
     }
-    if element_bytes == 2:
-        # Products without matrix units need all registers.
+    is_small = tile_queries == _MIN_QUERIES and dimensions <= _SHARING_DIMENSIONS
+    if is_small and element_bytes == 2 and not layer.quantized:
         values["maxnreg"] = _REGISTERS
     return values | launch_options(overlap)
 
@@ -280,8 +284,7 @@ class TritonPlan:
                 query.new_empty(*places, tile, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-            size = query.element_size()
-            self._values = _launch_values(heads, layer.kv_heads, head_dim, layer.page_size, size, self._overlap)
+            self._values = _launch_values(heads, layer, self._overlap)
         _attend[(self._programs, layer.kv_heads)](
             self._output,
             query.contiguous(),
