@@ -51,7 +51,7 @@ def accepted(model: PreTrainedModel) -> tuple[int, ...]:
 def test_joined_layers_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
     join_layers(model, compiled_kernels(torch.float32))
     assert any(isinstance(module, FusedRmsNorm) for module in model.modules())
-    assert accepted(model) == candidate_row_counts(SETTINGS.max_num_batched_tokens)
+    assert accepted(model) == candidate_row_counts(SETTINGS.batched_tokens)
 
 
 def test_the_models_own_norm_is_not(model: PreTrainedModel) -> None:
