@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch import nn
 
 from engine.attention.backends import AttentionRule
 from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
-from tests.support.tiny_models import tiny_model
+from engine.models.kernels import logits_scan
+from engine.models.loaded_model import LoadedModel
+from engine.models.vocabulary import Vocabulary
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
 
 HEADS = (4, 2, 16)
@@ -110,3 +114,25 @@ def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeyp
     monkeypatch.setitem(sys.modules, "triton", None)
     assert load(caplog) is None
     assert "cannot be made: " in caplog.text
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("fault", ["", "other tokens", "does not compile"])
+def test_sampling_is_used_where_it_chooses_what_torch_chooses(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def choose(_: object, scores: torch.Tensor, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        if fault == "does not compile":
+            raise RuntimeError(fault)
+        return torch.zeros(len(scores), dtype=torch.int64), torch.ones(len(scores))
+
+    def backend(_: int) -> Any:
+        raise NotImplementedError
+
+    if fault:
+        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "choose", choose)
+    model = tiny_model("llama", **TORCH_SHAPE)
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, GpuPasses("", backend, None))
+    for token_ids in (None, torch.arange(0, VOCABULARY, 2)):
+        assert logits_scan(loaded, token_ids).draws == (not fault)
+    assert len(caplog.messages) == (2 if fault else 0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.attention.backends import AttentionRule, Span
-from engine.kv.paged_kv import LayerKv, PagedKv
+from engine.kv.paged_kv import PagedKv
+from tests.support.reference_attention import attended
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 CPU = torch.device("cpu")
@@ -62,27 +63,6 @@ def spans(places: list[tuple[int, int]] = PLACES, page_size: int = PAGE_SIZES[0]
     return found
 
 
-def by_hand(layer: LayerKv, query: torch.Tensor, rule: AttentionRule, batch: list[Span]) -> torch.Tensor:
-    """Row by row, in float64."""
-    kv_heads, head_dim = layer.kv_heads, query.shape[2]
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    for span in batch:
-        keys, values = layer.content()[:, list(span.pages)].double().transpose(1, 2).flatten(2, 3)
-        for place in range(span.rows):
-            seen = span.start + place + 1
-            window = slice(max(0, seen - (rule.window or seen)), seen)
-            row = query[span.first_row + place].double().view(kv_heads, -1, head_dim)
-            scores = row @ keys[:, window].transpose(1, 2) * rule.scaling
-            if rule.softcap:
-                scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            weights = scores.exp()
-            totals = weights.sum(-1, keepdim=True)
-            if rule.sinks is not None:
-                totals += rule.sinks.double().exp().view(kv_heads, -1, 1)
-            out[span.first_row + place] = (weights / totals @ values[:, window]).flatten(0, 1)
-    return out
-
-
 # The interpreter cannot multiply bfloat16.
 @pytest.mark.parametrize(("dtype", "page_size", "tolerance"), [(torch.float32, 16, 1e-5), (torch.float16, 32, 0.005)])
 @pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
@@ -106,7 +86,7 @@ def test_each_row_attends_to_what_it_sees(
     sinks = random_query(heads, 1, 1).flatten() * 3
     for rule in (PLAIN, AttentionRule(0.1, 300, 2.0, sinks), AttentionRule(0.1, sinks=sinks)):
         found = plan.attend(kv.layers[0], query, rule)
-        assert torch.allclose(found.double(), by_hand(kv.layers[0], query, rule, batch), atol=tolerance)
+        assert torch.allclose(found.double(), attended(kv.layers[0], query, rule, batch), atol=tolerance)
         assert not found[rows:].any()  # padding rows belong to no sequence
 
 
@@ -130,42 +110,28 @@ HEADS, KV_HEADS, HEAD_DIM = 3, 1, 8
 COMPANIES = [[(20, 1), (62, 5), (0, 8), (130, 1), (0, 1)], [*BORDERS[::-1], (700, 1), (5, 2)]]
 
 
-def rows_with_other_bits(
-    kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule, quantized: bool = False
-) -> list[int]:
-    """The rows of a pass whose output is not that of the same row in a call of its own."""
+@pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize(("rule", "quantized"), [*((rule, False) for rule in RULES), (RULES[2], True)], ids=str)
+@pytest.mark.parametrize("places", COMPANIES)
+def test_bits_of_a_row_do_not_depend_on_its_company(
+    kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule, quantized: bool
+) -> None:
     kv = filled(KV_HEADS, HEAD_DIM, torch.float32, quantized=quantized)
     query = random_query(sum(rows for _, rows in places), HEADS, HEAD_DIM)
     backend = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU)
     together = backend.plan(spans(places), len(query)).attend(kv.layers[0], query, rule)
-    found = []
     for span in spans(places):
         for place in range(span.rows):
             row = span.first_row + place
             alone = backend.plan([Span(0, 1, span.start + place, span.pages)], 1)
-            if not torch.equal(alone.attend(kv.layers[0], query[row : row + 1], rule)[0], together[row]):
-                found.append(row)
-    return found
+            assert torch.equal(alone.attend(kv.layers[0], query[row : row + 1], rule)[0], together[row])
 
 
 @pytest.mark.usefixtures("_fixed_order")
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("places", COMPANIES)
-def test_bits_of_a_row_do_not_depend_on_its_company(
-    kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule
-) -> None:
-    assert rows_with_other_bits(kernel, places, rule) == []
-
-
-@pytest.mark.usefixtures("_fixed_order")
-@pytest.mark.parametrize("places", COMPANIES)
-def test_bits_over_codes_do_not_depend_on_company(kernel: ModuleType, places: list[tuple[int, int]]) -> None:
-    assert rows_with_other_bits(kernel, places, RULES[2], quantized=True) == []
-
-
-def outputs_by_kept_splits(
+def test_bits_of_a_row_do_not_depend_on_whether_its_block_is_split(
     kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, rule: AttentionRule
-) -> list[torch.Tensor]:
+) -> None:
     """The same pass with room for the sums of all splits, of some, and of none."""
     kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(6, HEADS, HEAD_DIM)
     batch = spans([(254, 3), (511, 2), (1100, 1)])
@@ -174,14 +140,6 @@ def outputs_by_kept_splits(
         monkeypatch.setattr(kernel, "KEPT_ROWS", kept_splits * 16 * KV_HEADS)
         plan = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU).plan(batch, 6)
         found.append(plan.attend(kv.layers[0], query, rule))
-    return found
-
-
-@pytest.mark.usefixtures("_fixed_order")
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_bits_of_a_row_do_not_depend_on_whether_its_block_is_split(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, rule: AttentionRule
-) -> None:
-    split, some, whole = outputs_by_kept_splits(kernel, monkeypatch, rule)
+    split, some, whole = found
     assert torch.equal(split, some)
     assert torch.equal(split, whole)

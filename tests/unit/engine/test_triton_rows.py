@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 from engine.kv.paged_kv import LayerKv
-from tests.support.triton_kernel import interpreted_attention
+from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 if TYPE_CHECKING:
     from engine.cuda.triton_product import Parts
@@ -30,17 +29,7 @@ def kernels() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter round float32 to bfloat16 as GPUs do; by itself it drops digits."""
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    convert = interpreter._convert_float
-
-    def rounding(numbers: np.ndarray, of: Any, to: Any, mode: object) -> np.ndarray:
-        if (str(of), str(to)) == ("fp32", "bf16"):
-            rounded = torch.from_numpy(np.array(numbers, np.float32)).bfloat16()
-            return rounded.view(torch.int16).numpy().view(np.uint16)
-        return convert(numbers, of, to, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+    multiply_in_one_order(monkeypatch)
 
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
