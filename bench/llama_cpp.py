@@ -100,7 +100,7 @@ def vllm(folder: Path, python: Path, threads: int) -> Peers:
     """Started at its first measurement."""
     prompts = [_prompt(index) for index in range(max(VLLM_BATCHES))]
     lengths = [TOKENS] * len(prompts)
-    models = PeerModels(str(folder), {}, "bfloat16", "cpu", threads, len(prompts), [], list(prompts), lengths)
+    models = PeerModels(str(folder), "", "bfloat16", "cpu", threads, len(prompts), [], list(prompts), lengths)
     return Peers(models, AUTO, python)
 
 

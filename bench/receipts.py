@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from deploy.config.loading import parse_override
+from deploy.config.spool_config import SpoolConfig
 from deploy.models import prepare_models
 from deploy.offline.cell import running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import load_prompts
-from deploy.options import NO_DRAFT, InputSettings, ModelSettings, RunSettings, SamplingSettings, SchedulingSettings
+from deploy.offline.settings import SamplingSettings, configured
 from deploy.progress import Reporter
-from scheduler.config import Policy
 from services.receipts.receipt import Receipt
 
 # Rows of a step.
@@ -29,10 +30,10 @@ _BATCH = 8
 
 
 async def generate(
-    settings: RunSettings, jobs: list[Job], turns: int, reporter: Reporter, file: Path
+    settings: SpoolConfig, jobs: list[Job], turns: int, reporter: Reporter, file: Path
 ) -> list[tuple[float, float]]:
     """Writes receipts; gives the seconds of each turn without digests of logits and with them."""
-    config = settings.scheduling.config(Policy.AUTO, drafting=False)
+    config = settings.scheduling.scheduler_config(drafting=False)
     seconds: tuple[list[float], list[float]] = [], []
     found = [Completion() for _ in jobs]
     async with running_cell(settings, longest_lengths(jobs, config), reporter) as cell:
@@ -60,11 +61,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     sampling = SamplingSettings(max_tokens=given.tokens, temperature=given.temperature)
-    models, inputs = ModelSettings(target=given.target, draft=NO_DRAFT), InputSettings(prompts=given.prompts)
-    scheduling = SchedulingSettings(batch_size=_BATCH)
-    settings = RunSettings(models=models, sampling=sampling, inputs=inputs, scheduling=scheduling)
+    named = f"models.target={given.target}", "models.draft=none", f"scheduling.batch_size={_BATCH}"
+    settings = configured([*map(parse_override, named)], compares=True)
     with Reporter() as reporter, tempfile.TemporaryDirectory() as scratch:
-        ready = prepare_models(models, False, reporter)
+        ready = prepare_models(settings, reporter)
         prompts = load_prompts(given.prompts, None)
         several = [replace(prompts[number % len(prompts)], index=number) for number in range(given.count)]
         jobs = make_jobs(several, ready.tokenizer, sampling, ready.max_positions)

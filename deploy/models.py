@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.config.models import DEMO, NGRAM, NO_DRAFT
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
-from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, say
 from deploy.workers import worker_memory
 from engine.demo.build import DemoBuildError
@@ -25,32 +26,26 @@ from services.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ReadyModels:
-    """Folders of the models; `draft_folder` is None for prompt lookup, a drafting head, and without a draft.
-
-    A sequence has at most `max_positions` tokens.
-    """
+    """A sequence has at most `max_positions` tokens."""
 
     target_folder: Path
-    draft_folder: Path | None
     tokenizer: ModelTokenizer
     max_positions: int
 
 
-def prepare_models(
-    settings: ModelSettings, drafting: bool, reporter: Reporter, max_model_len: int | None = None
-) -> ReadyModels:
+def prepare_models(config: SpoolConfig, reporter: Reporter) -> ReadyModels:
     """Builds or downloads what is missing.
 
     Raises `UsageError` for a model that does not exist, a draft that does not fit the target, or a `max_model_len`
     above what the target takes.
     """
-    target_folder = fetch(settings.target, Role.TARGET, reporter)
+    models, max_model_len = config.models, config.engine.max_model_len
+    target_folder = fetch(models.target, Role.TARGET, reporter)
     draft_folder = None
-    has_folder = settings.drafts_with_model or (settings.drafts_with_head and settings.draft_name != MTP)
-    if drafting and has_folder:
-        draft_folder = fetch(settings.draft_name, Role.DRAFT, reporter)
-        if settings.drafts_with_head:
-            draft_folder = None
+    if models.drafts_with_model:
+        draft_folder = fetch(models.draft_name, Role.DRAFT, reporter)
+    elif models.drafts_with_head and models.draft_name != MTP:
+        fetch(models.draft_name, Role.DRAFT, reporter)
     try:
         tokenizer = ModelTokenizer(target_folder)
     except TokenizerError as error:
@@ -60,13 +55,13 @@ def prepare_models(
             map_tokens(target_folder, draft_folder)
     except TokenizerError as error:
         raise UsageError(
-            f"the draft {settings.draft_name} does not fit the target {settings.target}: {error} "
+            f"the draft {models.draft_name} does not fit the target {models.target}: {error} "
             f"(--draft {NGRAM} and --draft {NO_DRAFT} fit any target)"
         ) from error
     longest = _max_positions(target_folder)
     if max_model_len is not None and max_model_len > longest:
-        raise UsageError(f"max_model_len is {max_model_len}, must be at most {longest}, the limit of {settings.target}")
-    return ReadyModels(target_folder, draft_folder, tokenizer, max_model_len or longest)
+        raise UsageError(f"max_model_len is {max_model_len}, must be at most {longest}, the limit of {models.target}")
+    return ReadyModels(target_folder, tokenizer, max_model_len or longest)
 
 
 def fetch(name: str, role: Role, reporter: Reporter) -> Path:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
+from deploy.config.models import NGRAM
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
-from deploy.options import NGRAM
 from engine.errors import GpuMemoryError
 from engine.models.fetching import fetch_model
 from engine.models.memory_plan import GPU_CODE_DTYPES, ModelMemory, model_memory
@@ -20,36 +20,37 @@ from engine.settings import DTYPES, EngineSettings
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
-EngineOf = Callable[[Role, str], EngineSettings | None]
-"""The engine of a worker by role and device; None for prompt lookup, which has no model."""
 
-
-def plan_workers(
-    roles: Sequence[Role], device: str, engine_of: EngineOf, gpu_roles: Collection[Role] = tuple(Role)
+def cell_workers(
+    config: SpoolConfig, engine_of: Callable[[Role, str], EngineSettings] | None = None
 ) -> list[WorkerLaunch]:
-    """A launch for each of `roles`; the first of them get the first GPUs. Raises `UsageError` and `RunError`."""
-    on_cpu = {role: engine_of(role, "cpu") for role in set(roles)}
-    ranks = {
-        number: engine.tensor_parallel_size
-        for number, role in enumerate(roles)
-        if role in gpu_roles and (engine := on_cpu[role]) is not None
+    """The workers that a configuration starts on this machine, with names; targets first, also on GPUs.
+
+    `engine_of` gives the engine of a role on a device, in place of the configuration. Raises UsageError and RunError.
+    """
+    engine_of = engine_of or (lambda role, device: config.engine_settings(role, device, config.threads(role)))
+    places = [(role, index) for role in config.roles for index in range(config.group(role).replicas)]
+    on_gpus = {
+        number: config.engine.ranks(role)
+        for number, (role, _) in enumerate(places)
+        if config.has_model(role) and config.group(role).num_gpus != 0
     }
-    devices = dict(zip(ranks, worker_devices(device, list(ranks.values())), strict=True))
+    devices = dict(zip(on_gpus, worker_devices(config.models.device, list(on_gpus.values())), strict=True))
     launches = []
-    for number, role in enumerate(roles):
-        place = devices.get(number, "cpu")
-        engine = engine_of(role, place)
-        if engine is None:
-            launches.append(WorkerLaunch(role, {"model": NGRAM}, threads=1))
+    for number, (role, index) in enumerate(places):
+        name, device = f"{role.value}-{index}", devices.get(number, "cpu")
+        if not config.has_model(role):
+            launches.append(WorkerLaunch(role, {"model": NGRAM}, threads=1, name=name))
             continue
-        if place != "cpu":
-            others = [roles[other] for other, shared in devices.items() if shared == place and other != number]
-            peers = [(other, peer) for other in others if (peer := engine_of(other, place)) is not None]
-            engine = replace(engine, gpu_peers=tuple(worker_memory(peer, other) for other, peer in peers))
-        launches.append(WorkerLaunch(role, asdict(engine), threads=engine.threads or 0))
+        engine = engine_of(role, device)
+        if device != "cpu":
+            others = [places[other][0] for other, shared in devices.items() if shared == device and other != number]
+            engine = replace(
+                engine, gpu_peers=tuple(worker_memory(engine_of(other, device), other) for other in others)
+            )
+        launches.append(WorkerLaunch(role, asdict(engine), engine.threads, name))
     return launches
 
 
@@ -77,22 +78,14 @@ def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
 def worker_devices(device: str, ranks: Sequence[int]) -> list[str]:
     """The first device of each worker; worker i gets `ranks[i]` consecutive devices.
 
-    `auto` means the GPUs if the machine has any, `cuda` all GPUs.
-
-    Raises `UsageError` for a name that is no device or a GPU that is not there, and for workers of several ranks with
-    fewer GPUs than ranks.
+    `device` is `cpu`, `cuda` for all GPUs, or `auto` for these if the machine has any. Raises `UsageError` where there
+    is no GPU, and for workers of several ranks with fewer GPUs than ranks.
     """
-    if not _DEVICE.fullmatch(device):
-        raise UsageError(f"device is {device!r}, must be auto, cpu, cuda or cuda:N")
-    gpus = 0 if device == "cpu" else count_gpus(device)
-    if device == "cpu" or (device == "auto" and gpus == 0):
+    gpus = 0 if device == "cpu" or not ranks else count_gpus(device)
+    if not ranks or (gpus == 0 and device != "cuda"):
         return ["cpu"] * len(ranks)
     if gpus == 0:
         raise UsageError(f"device is {device!r}, but this machine has no GPU that torch can use")
-    if device.startswith("cuda:"):
-        if int(device[5:]) >= gpus:
-            raise UsageError(f"device is {device!r}, but this machine has {gpus} GPUs, the last is cuda:{gpus - 1}")
-        return [device] * len(ranks)
     if max(ranks) > 1 and sum(ranks) > gpus:
         raise UsageError(
             f"tensor_parallel_size is {max(ranks)}, so that all workers together have {sum(ranks)} GPUs: this machine "

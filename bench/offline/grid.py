@@ -65,21 +65,18 @@ class GridPoint:
 
 
 def grid_points(
-    systems: Sequence[System], batch_sizes: Sequence[int], drafts: Sequence[str], draft_lengths: Sequence[int]
+    systems: Sequence[System], batch_sizes: Sequence[int], draft: str, draft_lengths: Sequence[int]
 ) -> list[GridPoint]:
     """Every combination once; references first, then by batch size, plain decoding first.
 
-    Of other systems, one uses prompt lookup and the others use drafts that are models.
+    Of other systems, one uses prompt lookup and the others use a draft that is a model.
     """
     points = []
     for batch_size in batch_sizes:
         for system in sorted(systems, key=lambda system: system is not System.PLAIN):
             if not system.drafts:
                 points.append(GridPoint(system, batch_size))
-                continue
-            usable = {
-                System.VLLM_NGRAM: ["ngram"],
-                System.VLLM_DRAFT: [draft for draft in drafts if draft != "ngram"],
-            }.get(system, drafts)
-            points += [GridPoint(system, batch_size, draft, length) for draft in usable for length in draft_lengths]
+            elif system is not System.VLLM_DRAFT or draft != "ngram":
+                used = "ngram" if system is System.VLLM_NGRAM else draft
+                points += [GridPoint(system, batch_size, used, length) for length in draft_lengths]
     return sorted(dict.fromkeys(points), key=lambda point: point != point.reference)

@@ -26,10 +26,11 @@ _VLLM_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "3", 
 
 @dataclass(frozen=True, slots=True)
 class PeerModels:
-    """What every peer gets: the folders, dtype, prompts and threads that Spool has. `drafts` are folders by name."""
+    """What every peer gets: the folders, dtype, prompts and threads that Spool has. `draft` is the folder of a draft
+    model, "" for none."""
 
     target: str
-    drafts: dict[str, str]
+    draft: str
     dtype: str
     device: str
     threads: int
@@ -71,7 +72,7 @@ class Peers:
             python = self._vllm_python
             environment |= _VLLM_ENVIRONMENT
         process = _PeerProcess(point.system.plain.value, python, environment)
-        draft = models.drafts.get(point.draft, point.draft) if point.draft is not None else None
+        draft = models.draft if point.system is System.VLLM_DRAFT else point.draft
         try:
             process.ask(asdict(models) | {"draft": draft, "draft_length": point.draft_length})
         except RunError:

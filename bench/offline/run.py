@@ -6,24 +6,26 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from bench.offline.grid import GridPoint
-from bench.offline.options import BenchOfflineSettings
+from bench.offline.grid import GridPoint, grid_points
+from bench.offline.options import BenchSettings
 from bench.offline.peers import PeerModels, Peers
 from bench.offline.results import Measurement, cells_table, summarise
 from bench.record import origin
-from deploy.errors import RunError
+from deploy.config.spool_config import SpoolConfig
+from deploy.errors import RunError, UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.cell import Cell, running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
+from deploy.offline.settings import SamplingSettings
 from deploy.progress import Reporter
 from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
@@ -34,16 +36,18 @@ _WARM_UP_TOKENS = 64
 _WIDTH = 180
 
 
-def bench_offline(settings: BenchOfflineSettings) -> int:
+def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: SamplingSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`; the file has whatever was measured before."""
+    if settings.peer and sampling.temperature > 0:
+        raise UsageError(
+            f"temperature is {sampling.temperature}, must be 0 with --peer: others draw other random numbers"
+        )
     prompts = bench_prompts(settings)
     console = Console(file=sys.stderr)
     with Reporter() as reporter:
-        # Every draft is fetched and compared with the target before anything starts.
-        for point in {point.draft: point for point in settings.points}.values():
-            models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
-        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        run = _Run(settings, models, jobs, reporter, console)
+        models = prepare_models(config, reporter)
+        jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
+        run = _Run(config, settings, sampling, models, jobs, reporter, console)
         run_until_interrupted(run.run())
     result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
@@ -53,7 +57,7 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
     return 0
 
 
-def bench_prompts(settings: BenchOfflineSettings) -> list[Prompt]:
+def bench_prompts(settings: BenchSettings) -> list[Prompt]:
     """All prompts, or `count` of them, evenly spaced. Raises `UsageError`."""
     prompts = load_prompts(settings.prompts, None)
     if settings.count is None:
@@ -65,9 +69,18 @@ class _Run:
     """Measures every cell `repeats` times."""
 
     def __init__(
-        self, settings: BenchOfflineSettings, models: ReadyModels, jobs: list[Job], reporter: Reporter, console: Console
+        self,
+        config: SpoolConfig,
+        settings: BenchSettings,
+        sampling: SamplingSettings,
+        models: ReadyModels,
+        jobs: list[Job],
+        reporter: Reporter,
+        console: Console,
     ) -> None:
+        self._config = config
         self._settings = settings
+        self._sampling = sampling
         self._models = models
         self._jobs = jobs
         self._reporter = reporter
@@ -75,32 +88,35 @@ class _Run:
         self._origin = origin(shlex.join(["spool", *sys.argv[1:]]))
         self._measurements: list[Measurement] = []
         self._expected: dict[GridPoint, list[list[int]]] = {}
+        self._points = grid_points(
+            [*settings.policy, *settings.peer], settings.batch_size, config.models.draft_name, settings.draft_length
+        )
 
     async def run(self) -> None:
-        points = self._settings.points
+        points = self._points
         references = dict.fromkeys(point.reference for point in points if point.reference not in points)
         spool_points = [point for point in (*references, *points) if point.system.is_spool]
-        lengths = max((longest_lengths(self._jobs, self._config(point)) for point in spool_points), key=sum)
-        drafting = {point.draft: point for point in spool_points if point.draft is not None}
+        lengths = max((longest_lengths(self._jobs, self._scheduling(point)) for point in spool_points), key=sum)
         async with AsyncExitStack() as stack:
-            cells = {}
-            for point in drafting.values() or [spool_points[0]]:
-                running = running_cell(self._settings.run_settings(point), lengths, self._reporter)
-                cells[point.draft] = await stack.enter_async_context(running)
-            # Plain decoding leaves the draft of the first cell idle.
-            cells[None] = next(iter(cells.values()))
-            peers = self._peers([*references, *points])
+            # Plain decoding leaves the draft idle.
+            cell = await stack.enter_async_context(running_cell(self._config, lengths, self._reporter))
+            peers = self._peers()
             stack.callback(peers.stop)
             keep_loaded_objects()
             for point in references:
-                await self._measure(point, None, cells, peers)
+                await self._measure(point, None, cell, peers)
             for repeat, point in self._rounds():
-                await self._measure(point, repeat, cells, peers)
+                await self._measure(point, repeat, cell, peers)
 
     def result(self) -> dict[str, Any]:
-        settings = self._settings.model_dump(mode="json", exclude={"output", "vllm_python"})
+        sections = {
+            "models": self._config.models,
+            "engine": self._config.engine,
+            "sampling": self._sampling,
+            "measured": self._settings,
+        }
         return self._origin | {
-            "settings": settings,
+            "settings": {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in sections.items()},
             "prompts": len(self._jobs),
             "prompt_tokens": sum(len(job.tokens) for job in self._jobs),
             "cells": summarise(self._measurements),
@@ -110,31 +126,32 @@ class _Run:
     def _rounds(self) -> Iterator[tuple[int, GridPoint]]:
         """Every other repeat runs backwards, so that neither of two neighbours is always the later one."""
         for repeat in range(self._settings.repeats):
-            for point in self._settings.points[:: -1 if repeat % 2 else 1]:
+            for point in self._points[:: -1 if repeat % 2 else 1]:
                 yield repeat, point
 
-    def _peers(self, points: Sequence[GridPoint]) -> Peers:
-        settings = self._settings
-        drafts = {point.draft for point in points if not point.system.is_spool and point.draft is not None} - {"ngram"}
-        models = PeerModels(
-            target=str(self._models.target_folder),
-            drafts={draft: str(fetch(draft, Role.DRAFT, self._reporter)) for draft in drafts},
-            dtype=(settings.peer_dtype or settings.dtype).value,
-            device=worker_devices(settings.device, [1])[0],
-            threads=settings.threads_per_process,
-            max_rows=max(settings.batch_size),
-            stop_token_ids=sorted(self._models.tokenizer.stop_token_ids),
-            prompts=[job.tokens for job in self._jobs],
-            max_tokens=[job.max_tokens for job in self._jobs],
+    def _peers(self) -> Peers:
+        models = self._config.models
+        draft = fetch(models.draft_name, Role.DRAFT, self._reporter) if models.drafts_with_model else ""
+        return Peers(
+            PeerModels(
+                target=str(self._models.target_folder),
+                draft=str(draft),
+                dtype=self._settings.peer_dtype or models.dtype,
+                device=worker_devices(models.device, [1])[0],
+                threads=self._config.threads(Role.TARGET),
+                max_rows=max(self._settings.batch_size),
+                stop_token_ids=sorted(self._models.tokenizer.stop_token_ids),
+                prompts=[job.tokens for job in self._jobs],
+                max_tokens=[job.max_tokens for job in self._jobs],
+            ),
+            self._config.engine.cpu_isa,
+            self._settings.vllm_python,
         )
-        return Peers(models, settings.cpu_isa, settings.vllm_python)
 
-    async def _measure(
-        self, point: GridPoint, repeat: int | None, cells: Mapping[str | None, Cell], peers: Peers
-    ) -> None:
+    async def _measure(self, point: GridPoint, repeat: int | None, cell: Cell, peers: Peers) -> None:
         """Without `repeat` only for the output, with which the output of other cells is compared."""
         if point.system.is_spool:
-            outputs, found = await self._measure_spool(point, cells[point.draft])
+            outputs, found = await self._measure_spool(point, cell)
         else:
             outputs, seconds = await asyncio.to_thread(peers.measure, point)
             found = Measurement(point, 0, sum(map(len, outputs)), seconds, 0.0, [])
@@ -157,7 +174,7 @@ class _Run:
         ]
         plan = DecodingPlan(
             title=str(point),
-            config=self._config(point),
+            config=self._scheduling(point),
             stop_token_ids=self._models.tokenizer.stop_token_ids,
             drafting=point.system.drafts,
             warm_up=warm_up,
@@ -176,10 +193,14 @@ class _Run:
         )
         return [completion.tokens for completion in completions], measurement
 
-    def _config(self, point: GridPoint) -> SchedulerConfig:
+    def _scheduling(self, point: GridPoint) -> SchedulerConfig:
         """Plain decoding is the same engine without drafts, in the batches that `auto` forms."""
-        policy = Policy(point.system.value) if point.system.drafts else Policy.AUTO
-        config = self._settings.run_settings(point).scheduling.config(policy, point.system.drafts)
+        drafts = point.system.drafts
+        batches = self._settings.max_running_batches
+        sizes: dict[str, Any] = {"batch_size": point.batch_size, "draft_length": point.draft_length}
+        sizes["max_running"] = None if batches is None else batches * point.batch_size
+        scheduling = self._config.scheduling.model_copy(update=sizes)
+        config = scheduling.scheduler_config(drafts, policy=Policy(point.system.value) if drafts else Policy.AUTO)
         # The reference decodes one sequence at a time.
         return replace(config, max_running=1) if point == point.reference else config
 

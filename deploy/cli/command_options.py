@@ -1,4 +1,4 @@
-"""Command-line options made from settings, or from fields of the configuration: each is declared in one place."""
+"""Command-line options made from fields of the configuration, or from settings: each is declared in one place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from pydantic import BaseModel, ValidationError
 from typer.models import ArgumentInfo, ParameterInfo
 
 from deploy.config.loading import GivenValue
+from deploy.config.models import EngineSection, ModelsSection
 from deploy.config.problems import limit_of
-from deploy.config.spool_config import EngineSection, ServedModels, SpoolConfig
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 
 Settings = TypeVar("Settings", bound=BaseModel)
+Paths = dict[str, tuple[str, ...]]
+"""Options, and the fields of the configuration that each sets. An option has the name of its field; one of `groups`
+begins with the group, unless it sets both, and one that is repeated to make a list is in the singular."""
 
 _KEYS = "auth.api_keys"
 _KEYS_HELP = (
@@ -29,33 +33,52 @@ _KEYS_HELP = (
 # Headings in the help that differ from the section's name.
 _PANELS = {"groups": "Workers", "gateway": "Server", "auth": "Server"}
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    **{name: (f"models.{name}",) for name in ServedModels.model_fields},
-    **{name: (f"gateway.{name}",) for name in ("host", "port", "grpc_port", "tool_format")},
-    "api_key": (_KEYS,),
+DECODING: Paths = {
+    **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name != "served_model_name"},
     **{name: (f"engine.{name}",) for name in EngineSection.model_fields},
     "target_replicas": ("groups.target.replicas",),
     "draft_replicas": ("groups.draft.replicas",),
     "threads": ("groups.target.threads", "groups.draft.threads"),
-    **{name: (f"scheduling.{name}",) for name in ("policy", "batch_size", "max_running", "draft_length")},
+    **{name: (f"scheduling.{name}",) for name in ("batch_size", "max_running", "draft_length")},
 }
-"""Options of `spool serve` and the fields that each sets. An option has the name of its field; one of `groups` begins
-with the group, unless it sets both, and one that is repeated to make a list is in the singular."""
+"""Of all commands that decode."""
+
+SERVING: Paths = {
+    **DECODING,
+    "served_model_name": ("models.served_model_name",),
+    **{name: (f"gateway.{name}",) for name in ("host", "port", "grpc_port", "tool_format")},
+    "api_key": (_KEYS,),
+    "policy": ("scheduling.policy",),
+}
+"""Of `spool serve`."""
 
 
-def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
-    """Turns a function of settings into one of keyword options, as typer wants it.
+def takes_options(paths: Paths | None = None) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Gives a command the options of `paths`: those on the command line reach it as its argument `given`.
 
-    Fields annotated with a `typer.Option` or `typer.Argument` become that, others an option with their description;
-    fields that are models contribute their own fields. Options have the names of their fields, which must be unique in
-    the whole tree. Values that the settings reject raise `UsageError`.
+    An argument annotated with a model contributes the model's fields: those annotated with a `typer.Option` or
+    `typer.Argument` become that, others an option with their description. Values that the model rejects raise
+    `UsageError`.
     """
-    parameters = list(_parameters(model))
 
-    def decorate(run: Callable[[Settings], int]) -> Callable[..., int]:
+    def decorate(run: Callable[..., int]) -> Callable[..., int]:
+        own = [one for name, one in inspect.signature(run, eval_str=True).parameters.items() if name != "given"]
+        models = {one.name: one.annotation for one in own if _is_model(one.annotation)}
+        parameters = [_field_parameter(name, sets[0]) for name, sets in (paths or {}).items()]
+        for one in own:
+            if one.name in models:
+                parameters += _parameters(models[one.name], one.name.capitalize())
+            else:
+                parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
         @functools.wraps(run)
         def command(**values: Any) -> int:
-            return run(settings_from(model, values))
+            given = {} if paths is None else {"given": _given(paths, values)}
+            settings = {
+                name: settings_from(model, {field: values.pop(field) for field in model.model_fields})
+                for name, model in models.items()
+            }
+            return run(**given, **settings, **values)
 
         signature = inspect.Signature(parameters, return_annotation=int)
         command.__signature__ = signature  # type: ignore[attr-defined]
@@ -66,9 +89,9 @@ def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]
 
 
 def settings_from(model: type[Settings], values: dict[str, Any]) -> Settings:
-    """Builds settings from flat option values. Raises `UsageError` naming option, value and limit."""
+    """Builds settings from the values of options. Raises `UsageError` naming option, value and limit."""
     try:
-        return model.model_validate(_tree(model, values))
+        return model.model_validate(values)
     except ValidationError as error:
         raise UsageError(_one_line(error)) from error
 
@@ -83,72 +106,50 @@ def _one_line(error: ValidationError) -> str:
     return f"{option} is {first['input']!r}, {limit_of(first['msg'])}"
 
 
-def option_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo | None]]:
-    """Name, type and option of each field; fields that are models have no option."""
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _given(paths: Paths, values: dict[str, Any]) -> list[GivenValue]:
+    """Takes the options of `paths` out of `values`."""
+    options = {name: values.pop(name) for name in paths}
+    return [
+        GivenValue(
+            tuple(path.split(".")),
+            value.value if isinstance(value, Enum) else value,
+            "MODEL" if name == "target" else f"--{name.replace('_', '-')}",
+        )
+        for name, value in options.items()
+        if value is not None and value != []
+        for path in paths[name]
+    ]
+
+
+def _options(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo]]:
+    """Name, type and option of each field."""
     hints = get_type_hints(model, include_extras=True)
     for name, field in model.model_fields.items():
         kind, *extras = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
         option = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
-        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-        yield name, kind, None if nested else option or typer.Option(help=field.description)
+        yield name, kind, copy.copy(option) or typer.Option(help=field.description)
 
 
-def _parameters(model: type[BaseModel], panel: str | None = None) -> Iterator[inspect.Parameter]:
+def _parameters(model: type[BaseModel], panel: str) -> Iterator[inspect.Parameter]:
     """`panel` is the heading of the options in the help."""
-    for name, kind, declared in option_fields(model):
-        if declared is None:
-            yield from _parameters(kind, name.capitalize())
-        else:
-            option = copy.copy(declared)
-            option.rich_help_panel = None if isinstance(option, ArgumentInfo) else panel
-            default = model.model_fields[name].get_default(call_default_factory=True)
-            default = list(default) if isinstance(default, tuple) else default
-            yield inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-            )
-
-
-def _tree(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: values[name] if option is not None else _tree(kind, values) for name, kind, option in option_fields(model)
-    }
-
-
-def takes_fields(run: Callable[..., int]) -> Callable[..., int]:
-    """Gives a command the options in FIELDS; those on the command line reach `run` as its argument `given`."""
-    parameters = [_field_parameter(name, paths[0]) for name, paths in FIELDS.items()]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(run, eval_str=True).parameters.items()
-        if name != "given"
-    ]
-
-    @functools.wraps(run)
-    def command(**values: Any) -> int:
-        options = {name: values.pop(name) for name in FIELDS}
-        given = [
-            GivenValue(
-                tuple(path.split(".")),
-                value.value if isinstance(value, Enum) else value,
-                "MODEL" if name == "target" else f"--{name.replace('_', '-')}",
-            )
-            for name, value in options.items()
-            if value is not None and value != []
-            for path in FIELDS[name]
-        ]
-        return run(given=given, **values)
-
-    command.__signature__ = inspect.Signature([*parameters, *own], return_annotation=int)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *own)}
-    return command
+    for name, kind, option in _options(model):
+        option.rich_help_panel = None if isinstance(option, ArgumentInfo) else panel
+        default = model.model_fields[name].get_default(call_default_factory=True)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        )
 
 
 def _field_parameter(name: str, path: str) -> inspect.Parameter:
     *sections, field = path.split(".")
     section = functools.reduce(getattr, sections, SpoolConfig())
-    kind, declared = next((kind, option) for each, kind, option in option_fields(type(section)) if each == field)
+    option: Any
+    kind, option = next((kind, option) for each, kind, option in _options(type(section)) if each == field)
     default = getattr(section, field)
-    option: Any = copy.copy(declared)
     if path == _KEYS:
         kind, default, option.help = list[str], None, _KEYS_HELP
     if not isinstance(option.show_default, str):

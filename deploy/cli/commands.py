@@ -1,22 +1,24 @@
 """The commands of `spool` with their options; each calls a function in a module of its own.
 
-Options that make up settings are in deploy/options.py; the groups `spool config`, `spool bench` and `spool k8s`
-are in config.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so
-that `--help` is quick.
+Options that are fields of the configuration are declared there; the groups `spool config`, `spool bench` and
+`spool k8s` are in config.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need,
+so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.command_options import takes_fields, takes_settings
+from deploy.cli.command_options import DECODING, SERVING, takes_options
 from deploy.cli.config import Overrides, chosen_file, config_app
 from deploy.config.loading import GivenValue, load_configuration
+from deploy.config.models import Dtype, KvCacheDtype, Quantization
 from deploy.errors import UsageError
-from deploy.options import Dtype, GenerateSettings, KvCacheDtype, Quantization, ReplaySettings, VerifySettings
+from deploy.offline.settings import InputSettings, ReplaySettings, SamplingSettings, configured
+from scheduler.config import Policy
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
 App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
@@ -41,26 +43,47 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(config_app, name="config")
 
 
-@takes_settings(GenerateSettings)
-def generate_command(settings: GenerateSettings) -> int:
+@takes_options(DECODING | {"policy": SERVING["policy"]})
+def generate_command(
+    given: list[GivenValue],
+    sampling: SamplingSettings,
+    inputs: InputSettings,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON lines file; answers that it has already are kept.")
+    ] = None,
+) -> int:
     """Answers prompts, from a JSON lines file or built-in ones. Run again with the same --output to go on."""
+    config = configured(given)
     from deploy.offline.generate import generate
 
-    return generate(settings)
+    return generate(config, sampling, inputs, output)
 
 
-@takes_settings(VerifySettings)
-def verify_command(settings: VerifySettings) -> int:
+@takes_options(DECODING)
+def verify_command(
+    given: list[GivenValue],
+    sampling: SamplingSettings,
+    inputs: InputSettings,
+    policy: Annotated[
+        list[Policy] | None,
+        typer.Option(help="How verify batches are formed; repeat for several.", show_default="auto"),
+    ] = None,
+    reference: Annotated[
+        Literal["generate"] | None,
+        typer.Option(help="`generate` also compares with transformers' own model.generate."),
+    ] = None,
+) -> int:
     """Checks that speculation gives what plain decoding gives, token for token and logit for logit.
 
     Exit code 1 if it does not. Every run computes everything: it finds no prefixes of the runs before it.
     """
+    config = configured(given, compares=True)
     from deploy.offline.verify import verify
 
-    return verify(settings)
+    return verify(config, sampling, inputs, policy or [Policy.AUTO], reference)
 
 
-@takes_settings(ReplaySettings)
+@takes_options()
 def replay_command(settings: ReplaySettings) -> int:
     """Computes the output of receipts again, and compares it bit by bit.
 
@@ -75,9 +98,9 @@ def fetch_command(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, GGUF files, or hub ids of models.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="dtype that the models are to have.")] = Dtype.AUTO,
-    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="What their KV is to be kept in.")] = KvCacheDtype.AUTO,
-    quantization: Annotated[Quantization, typer.Option(help="What is to become of their weights.")] = Quantization.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="dtype that the models are to have.")] = "auto",
+    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="What their KV is to be kept in.")] = "auto",
+    quantization: Annotated[Quantization, typer.Option(help="What is to become of their weights.")] = "auto",
     gpu_memory: Annotated[
         float | None, typer.Option(metavar="GIB", min=0, help="Memory of a GPU that all of them are to share.")
     ] = None,
@@ -85,11 +108,11 @@ def fetch_command(
     """Downloads and prepares models, so that later commands start at once, and says what memory they take."""
     from deploy.models import fetch_models
 
-    fetch_models(names or [], dtype.value, quantization.value, kv_cache_dtype.value, gpu_memory)
+    fetch_models(names or [], dtype, quantization, kv_cache_dtype, gpu_memory)
     return 0
 
 
-@takes_fields
+@takes_options(SERVING)
 def serve_command(
     given: list[GivenValue],
     config: Annotated[

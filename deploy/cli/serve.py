@@ -24,8 +24,9 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import prepare_models
-from deploy.processes.supervisor import cell_workers, running_cell
+from deploy.processes.supervisor import running_cell
 from deploy.progress import Reporter, say
+from deploy.workers import cell_workers
 from services.launch.launcher import ProcessStartError, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity, random_token
 
@@ -59,7 +60,7 @@ def serve_without_ray(config: SpoolConfig) -> int:
         with state.lock(app_name):
             check_ports(config)
             with Reporter() as reporter:
-                prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
+                prepare_models(config, reporter)
             workers = cell_workers(config)
             processes = _serve_processes(config, workers, security, state)
             with contextlib.suppress(KeyboardInterrupt):
@@ -77,7 +78,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
         raise _served_already(app_name)
     check_ports(config)
     with Reporter() as reporter:
-        prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
+        prepare_models(config, reporter)
         reporter.stage("ray", "starting", None)
         ray = start_ray(app_name, config.ray, state)
         reporter.stage("ray", "started", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize, SecretStr
@@ -118,6 +118,8 @@ def _type(kind: Any, metadata: Sequence[Any] = ()) -> str:
         kind, *metadata = get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " | ".join(str(member.value) for member in kind)
+    if get_origin(kind) is Literal:
+        return " | ".join(get_args(kind))
     if get_origin(kind) is dict:
         return f"name: {_type(get_args(kind)[1])}"
     if get_origin(kind) is tuple:

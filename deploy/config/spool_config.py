@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import ByteSize
 
 from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
+from deploy.config.models import EngineSection, ModelsSection
 from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import Section, described
-from deploy.options import NGRAM, NO_DRAFT, EngineOptions, ModelSettings, SchedulingSettings
 from engine.settings import EngineSettings
-from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.config import MOST_RUNNING, KvMovement, Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 
@@ -24,36 +24,25 @@ from scheduler.messages import Role
 _LOOPBACK = "127.0.0.1"
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 
-_DEVICES = ("auto", "cpu", "cuda")
+# More rows rarely have one length.
+_EQUAL_ROWS = 8
+_FEWEST_RUNNING = 48
 
 
-class ServedModels(ModelSettings, Section):
-    """The models, their dtype and quantisation, and their name in the APIs."""
-
-    device: str = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
-    served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
-
-    def problems(self) -> Iterator[str]:
-        for name in ("target", "draft"):
-            if getattr(self, name) == "":
-                yield f"{name} is empty, must name a model"
-        if self.target in (NGRAM, NO_DRAFT):
-            yield f"target is {self.target!r}, must be a model: that is a way to draft"
-        if self.device not in _DEVICES:
-            yield f"device is {self.device!r}, must be auto, cpu or cuda: Ray chooses which GPU a replica gets"
-
-    @property
-    def drafts(self) -> bool:
-        return self.draft_name != NO_DRAFT
-
-
-class EngineSection(EngineOptions, Section):
-    """How engines use memory and form their passes."""
-
-
-class SchedulingSection(SchedulingSettings, Section):
+class SchedulingSection(Section):
     """How sequences are admitted and grouped."""
 
+    batch_size: int | None = described(
+        None,
+        f"Rows of one verify batch. Unset: {_EQUAL_ROWS} with the policies `eqspec` and `exspec`, with others all that "
+        "run.",
+    )
+    max_running: int | None = described(
+        None,
+        "Sequences worked on at a time, for each target. Unset: a quarter of its `max_num_batched_tokens`, at most "
+        f"{MOST_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",
+    )
+    draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", le=64)
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
     prefill_chunk: int | None = described(
         None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
@@ -82,12 +71,31 @@ class SchedulingSection(SchedulingSettings, Section):
         gt=0,
     )
 
+    def problems(self) -> Iterator[str]:
+        self.scheduler_config(drafting=True)
+        if self.max_running is not None and self.batch_size is not None and self.max_running < self.batch_size:
+            yield f"max_running is {self.max_running}, must be at least batch_size, which is {self.batch_size}"
+
     def scheduler_config(
-        self, drafting: bool, keys: tuple[KeyClass, ...] = (), draft_model: bool = True
+        self,
+        drafting: bool,
+        keys: tuple[KeyClass, ...] = (),
+        draft_model: bool = True,
+        policy: Policy | None = None,
     ) -> SchedulerConfig:
         """For the scheduler core. Without a draft model, nothing can be prepared: prompt lookup takes no time."""
-        return replace(
-            self.config(self.policy, drafting),
+        policy = policy or self.policy
+        running = self.max_running
+        if running is None and self.batch_size is not None:
+            running = max(_FEWEST_RUNNING, 4 * self.batch_size)
+        rows = MOST_RUNNING if running is None else running
+        if policy in (Policy.EQSPEC, Policy.EXSPEC):
+            rows = min(_EQUAL_ROWS, rows)
+        return SchedulerConfig(
+            batch_size=rows if self.batch_size is None else self.batch_size,
+            max_running=running,
+            policy=policy,
+            draft_length=self.draft_length if drafting else 0,
             prefill_chunk=self.prefill_chunk,
             wait_bound_steps=self.wait_bound_steps,
             draft_batch_size=self.draft_batch_size,
@@ -119,7 +127,7 @@ class RaySettings(Section):
 class SpoolConfig(Section):
     """Everything that one Spool application is made of."""
 
-    models: ServedModels = described(ServedModels(), "The models.")
+    models: ModelsSection = described(ModelsSection(), "The models.")
     engine: EngineSection = described(EngineSection(), "The engines of the workers.")
     scheduling: SchedulingSection = described(SchedulingSection(), "What the scheduler does.")
     groups: Groups = described(Groups(), "The workers.")

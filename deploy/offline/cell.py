@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
-from deploy.options import RunSettings
 from deploy.progress import Reporter
-from deploy.workers import plan_workers
+from deploy.workers import cell_workers
 from engine.settings import EngineSettings
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
@@ -78,8 +78,8 @@ class Cell:
 
 
 @asynccontextmanager
-async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: Reporter) -> AsyncIterator[Cell]:
-    """Starts the workers that the settings ask for; they stop at the end of the block. Raises `RunError`.
+async def running_cell(config: SpoolConfig, lengths: Sequence[int], reporter: Reporter) -> AsyncIterator[Cell]:
+    """Starts the workers of a configuration; they stop at the end of the block. Raises `RunError`.
 
     `lengths` are the positions of the longest sequences that can be under way at once.
     """
@@ -90,7 +90,7 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
         cell.mark_lost(worker_id, reason)
 
     launcher = WorkerLauncher(
-        worker_launches(settings, lengths), on_loading=reporter.stage, on_exit=on_exit, security=cell.security
+        worker_launches(config, lengths), on_loading=reporter.stage, on_exit=on_exit, security=cell.security
     )
     try:
         async with launcher:
@@ -100,13 +100,11 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
         raise RunError(str(error)) from error
 
 
-def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[WorkerLaunch]:
+def worker_launches(config: SpoolConfig, lengths: Sequence[int]) -> list[WorkerLaunch]:
     """The workers of a run, targets first."""
 
-    def engine_of(role: Role, device: str) -> EngineSettings | None:
-        if role is Role.DRAFT and not settings.models.drafts_with_model:
-            return None
-        engine = settings.engine_settings(role, device)
+    def engine_of(role: Role, device: str) -> EngineSettings:
+        engine = config.engine.for_worker(config.models, role, device, config.threads(role))
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
         kv_is_given = engine.kv_pages is not None or engine.kv_memory_bytes is not None
@@ -115,10 +113,4 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
             engine = replace(engine, kv_pages=pages)
         return engine
 
-    models, replicas = settings.models, settings.workers.draft_replicas
-    asked = f"draft_replicas is {replicas}" if replicas > 1 else None
-    if (conflict := models.head_conflict(asked, settings.engine.tensor_parallel_size)) is not None:
-        raise UsageError(conflict)
-    drafts = replicas if settings.drafting and not models.drafts_with_head else 0
-    roles = [Role.TARGET] * settings.workers.target_replicas + [Role.DRAFT] * drafts
-    return plan_workers(roles, settings.models.device, engine_of)
+    return cell_workers(config, engine_of)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from deploy.errors import RunError, UsageError
 from deploy.offline.cell import Cell
 from deploy.offline.prompts import Prompt
-from deploy.options import SamplingSettings
+from deploy.offline.settings import SamplingSettings
 from deploy.progress import Reporter
 from engine.settings import BATCHED_TOKENS_ON_CPU
 from scheduler.config import SchedulerConfig

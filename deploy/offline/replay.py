@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.errors import RunError, UsageError
 from deploy.offline.parting import Parting, logprob_of, parting
-from deploy.options import ReplaySettings
+from deploy.offline.settings import ReplaySettings
 from deploy.progress import Reporter, say
 from deploy.workers import worker_devices
 from engine.cpu.isa import AUTO, available_isas

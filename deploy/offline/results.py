@@ -9,21 +9,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.offline.decoding import Completion, Job
-from deploy.options import RunSettings
+from deploy.offline.settings import SamplingSettings
 from services.text.tokenizer import ModelTokenizer
 
 Write = Callable[[dict[str, Any]], None]
 
 
-def settings_digest(settings: RunSettings, vocabulary_digest: bytes) -> str:
+def settings_digest(config: SpoolConfig, sampling: SamplingSettings, vocabulary_digest: bytes) -> str:
     """Equal for settings that give equal text: model, numbers and sampling, but not how the work is organised."""
-    models = settings.models
-    numbers = [models.dtype.value, models.kv_cache_dtype.value, models.quantization.value, models.exact]
+    models = config.models
+    numbers = [models.dtype, models.kv_cache_dtype, models.quantization, models.exact]
     content = [
-        [models.target, vocabulary_digest.hex(), *numbers, settings.engine.max_model_len],
-        settings.sampling.model_dump(mode="json"),
+        [models.target, vocabulary_digest.hex(), *numbers, config.engine.max_model_len],
+        sampling.model_dump(mode="json"),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

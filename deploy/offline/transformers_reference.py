@@ -9,24 +9,25 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError
 from deploy.models import ReadyModels
 from deploy.offline.decoding import Completion, Job
-from deploy.options import RunSettings
 from deploy.progress import Reporter
 from deploy.workers import worker_devices
 from engine.models.reference import ReferenceRequest
+from scheduler.messages import Role
 
 
 def generate_with_transformers(
-    settings: RunSettings, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
+    config: SpoolConfig, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
 ) -> tuple[list[Completion], list[list[float]]]:
     """What `model.generate` answers to each job, and the margins of its tokens. Raises `RunError`."""
     request = ReferenceRequest(
         folder=str(models.target_folder),
-        dtype=settings.models.dtype.value,
-        device=worker_devices(settings.models.device, [1])[0],
-        threads=settings.threads_per_worker(),
+        dtype=config.models.dtype,
+        device=worker_devices(config.models.device, [1])[0],
+        threads=config.threads(Role.TARGET),
         stop_token_ids=sorted(models.tokenizer.stop_token_ids),
         prompts=[job.tokens for job in jobs],
         max_tokens=[job.max_tokens for job in jobs],

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deploy.config.spool_config import SpoolConfig
+from deploy.errors import UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
 from deploy.offline.cell import Cell, running_cell
 from deploy.offline.comparison import Comparison, compare
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import load_prompts
+from deploy.offline.settings import InputSettings, SamplingSettings
 from deploy.offline.transformers_reference import generate_with_transformers
-from deploy.options import VerifySettings
 from deploy.progress import Reporter, describe, say
 from scheduler.config import Policy, SchedulerConfig
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
@@ -32,32 +34,40 @@ class Outcome:
         return self.comparison.to_json() | {"statistics": self.statistics.to_json() if self.statistics else None}
 
 
-def verify(settings: VerifySettings) -> int:
+def verify(
+    config: SpoolConfig,
+    sampling: SamplingSettings,
+    inputs: InputSettings,
+    policies: Sequence[Policy],
+    reference: str | None,
+) -> int:
     """Exit code 0 if every policy gave exactly the reference's tokens, else 1. Raises `UsageError` and `RunError`."""
-    prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
+    if reference is not None:
+        _check_reference(config, sampling)
+    prompts = load_prompts(inputs.prompts, inputs.limit)
     with Reporter() as reporter:
-        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
-        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
-        outcomes = list(policies)
+        models = prepare_models(config, reporter)
+        jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
+        expected, plain, found = run_until_interrupted(_run(config, policies, models, jobs, reporter))
+        outcomes = list(found)
         generate: Comparison | None = None
-        if settings.reference is not None:
-            generated, margins = generate_with_transformers(settings, models, jobs, reporter)
+        if reference is not None:
+            generated, margins = generate_with_transformers(config, models, jobs, reporter)
             generate = compare(jobs, generated, expected, models.tokenizer, margins)
             outcomes.append(Outcome("model.generate", generate, None))
     for outcome in outcomes:
         _print(outcome)
-    exact_match = min(outcome.comparison.exact_match for outcome in policies)
-    if settings.json_output:
+    exact_match = min(outcome.comparison.exact_match for outcome in found)
+    if inputs.json_output:
         summary = {
             "command": "verify",
-            "temperature": settings.sampling.temperature,
-            "exact": settings.models.exact,
+            "temperature": sampling.temperature,
+            "exact": config.models.exact,
             "exact_match": exact_match,
-            "logits_bit_equal": min(outcome.comparison.logits_bit_equal for outcome in policies),
+            "logits_bit_equal": min(outcome.comparison.logits_bit_equal for outcome in found),
             "sequences": len(jobs),
             "tokens": plain.tokens,
-            "policies": {outcome.name: outcome.to_json() for outcome in policies},
+            "policies": {outcome.name: outcome.to_json() for outcome in found},
             "reference": plain.to_json(),
             "generate": generate.to_json() if generate is not None else None,
         }
@@ -65,8 +75,21 @@ def verify(settings: VerifySettings) -> int:
     return 0 if exact_match == 1 else 1
 
 
+def _check_reference(config: SpoolConfig, sampling: SamplingSettings) -> None:
+    """Raises `UsageError` for what `model.generate` does in another way."""
+    models = config.models
+    for name, value, wanted, reason in (
+        ("temperature", sampling.temperature, (0,), "draws other random numbers"),
+        ("quantization", models.quantization, ("auto", "none"), "does not round weights"),
+        ("kv_cache_dtype", models.kv_cache_dtype, ("auto",), "does not round KV"),
+    ):
+        if value not in wanted:
+            limit = " or ".join(map(str, wanted))
+            raise UsageError(f"{name} is {value}, must be {limit} with --reference generate: transformers {reason}")
+
+
 async def _run(
-    settings: VerifySettings, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
+    config: SpoolConfig, policies: Sequence[Policy], models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
 ) -> tuple[list[Completion], StatisticsSnapshot, list[Outcome]]:
     """What plain decoding gave, its statistics, and the outcome of each policy."""
     plain = DecodingPlan(
@@ -76,12 +99,13 @@ async def _run(
         drafting=False,
         logits_digests=True,
     )
-    configs = {policy: settings.scheduling.config(policy, settings.drafting) for policy in settings.policy}
+    drafts = config.models.drafts
+    configs = {policy: config.scheduling.scheduler_config(drafts, policy=policy) for policy in policies}
     outcomes = []
-    async with running_cell(settings, longest_lengths(jobs, configs[settings.policy[0]]), reporter) as cell:
+    async with running_cell(config, longest_lengths(jobs, configs[policies[0]]), reporter) as cell:
         expected, plain_statistics = await _decode(cell, plain, jobs, reporter)
-        for policy, config in configs.items():
-            plan = replace(plain, title=policy.value, config=config, drafting=settings.drafting)
+        for policy, scheduling in configs.items():
+            plan = replace(plain, title=policy.value, config=scheduling, drafting=drafts)
             found, statistics = await _decode(cell, plan, jobs, reporter)
             outcomes.append(Outcome(policy.value, compare(jobs, expected, found, models.tokenizer), statistics))
     return expected, plain_statistics, outcomes

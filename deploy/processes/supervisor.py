@@ -9,28 +9,12 @@ from pathlib import Path
 
 from deploy.config.spool_config import SpoolConfig
 from deploy.processes.task import TASK_VARIABLE, Task
-from deploy.workers import plan_workers
-from engine.settings import EngineSettings
-from scheduler.messages import Role
 from services.launch.child_process import ChildGroup, ChildProcess, Command, Progress
 from services.launch.launcher import WorkerLaunch
 from services.launch.process_tuning import compute_environment
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
 _RESTART_SECONDS = 1.0
-
-
-def cell_workers(config: SpoolConfig) -> list[WorkerLaunch]:
-    """The workers that a configuration starts on this machine, with names. Raises UsageError and RunError."""
-
-    def engine_of(role: Role, device: str) -> EngineSettings | None:
-        return config.engine_settings(role, device, config.threads(role)) if config.has_model(role) else None
-
-    places = [(role, number) for role in config.roles for number in range(config.group(role).replicas)]
-    gpu_roles = [role for role in config.roles if config.group(role).num_gpus != 0]
-    launches = plan_workers([role for role, _ in places], config.models.device, engine_of, gpu_roles)
-    names = [f"{role.value}-{number}" for role, number in places]
-    return [replace(launch, name=name) for launch, name in zip(launches, names, strict=True)]
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_measures_every_cell(folder: Path) -> None:
-    models = ("--target", "llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl", "--dtype", "float32")
+    models = ("llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl", "--dtype", "float32")
     grid = ("--policy", "plain", "--policy", "ragged", "--batch-size", "3", "--repeats", "2")
     peers = ("--peer", "transformers")
     few = ("--max-tokens", "8", "--threads", "1", "--count", "6", "--output", "out.json")

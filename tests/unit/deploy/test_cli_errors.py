@@ -63,10 +63,10 @@ BAD_INPUT = [
     (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
     (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
     (["--max-running", "4", "--batch-size", "8"], "max_running is 4, must be at least batch_size, which is 8"),
-    (["--draft-length", "65"], "--draft-length is 65"),
+    (["--draft-length", "65"], "--draft-length: scheduling.draft_length is 65"),
     (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
     (["--temperature", "warm"], "Invalid value for '--temperature'"),
-    (["--draft-replicas", "0"], "--draft-replicas is 0"),
+    (["--draft-replicas", "0"], "--draft-replicas: groups.draft.replicas is 0"),
     (["--quantization", "awq"], "'awq' is not one of 'auto', 'none', 'int8', 'int4'"),
     (["/no/such/model"], "target model /no/such/model: no such folder"),
     (["no-weights"], "target model no-weights: the folder holds no weights"),
@@ -85,7 +85,7 @@ BAD_INPUT = [
         ["target", "--prompts", "good.jsonl", "--max-model-len", "5"],
         "good.jsonl:1: the prompt has 5 tokens, the model takes 5",
     ),
-    (["target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
+    (["target", "--device", "gpu"], "'gpu' is not one of 'auto', 'cpu', 'cuda'"),
     (["--unknown"], "No such option: --unknown"),
 ]
 

@@ -5,27 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.command_options import settings_from
+from deploy.config.loading import GivenValue, load_configuration
+from deploy.config.problems import ConfigurationError
 from deploy.errors import UsageError
 from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
 from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
 from deploy.offline.results import settings_digest
-from deploy.options import (
-    GenerateSettings,
-    KvCacheDtype,
-    ModelSettings,
-    Quantization,
-    RunSettings,
-    SamplingSettings,
-    SchedulingSettings,
-    VerifySettings,
-)
+from deploy.offline.settings import SamplingSettings, configured
 from deploy.workers import worker_devices
 from engine.models.memory_plan import model_memory
 from engine.settings import BATCHED_TOKENS_ON_GPU
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 from services.text.tokenizer import ModelTokenizer
@@ -84,24 +76,19 @@ def test_an_output_that_ends_early_differs(tokenizer: ModelTokenizer) -> None:
 
 
 def test_settings_digest_follows_what_changes_text() -> None:
-    plain = GenerateSettings()
-    same = [
-        GenerateSettings(policy=Policy.EQSPEC),
-        GenerateSettings(scheduling=SchedulingSettings(batch_size=2, draft_length=1)),
-        GenerateSettings(models=ModelSettings(draft="ngram")),
-        GenerateSettings(output=Path("elsewhere.jsonl"), json_output=True),
-    ]
-    other = [
-        GenerateSettings(sampling=SamplingSettings(seed=1)),
-        GenerateSettings(sampling=SamplingSettings(max_tokens=5)),
-        GenerateSettings(models=ModelSettings(target="another")),
-        GenerateSettings(models=ModelSettings(exact=False)),
-        GenerateSettings(models=ModelSettings(quantization=Quantization.INT4)),
-        GenerateSettings(models=ModelSettings(kv_cache_dtype=KvCacheDtype.INT8)),
-    ]
-    digest = settings_digest(plain, b"v")
-    assert {settings_digest(settings, b"v") for settings in same} == {digest}
-    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 8
+    def digest(*overrides: str, vocabulary: bytes = b"v", **sampling: int) -> str:
+        return settings_digest(load_configuration(None, overrides), SamplingSettings(**sampling), vocabulary)
+
+    for same in (
+        "scheduling.policy=eqspec",
+        "scheduling.batch_size=2",
+        "models.draft=ngram",
+        "groups.draft.replicas=2",
+    ):
+        assert digest(same) == digest()
+    models = ("target=another", "exact=false", "quantization=int4", "kv_cache_dtype=int8")
+    other = [digest(f"models.{change}") for change in models] + [digest(seed=1), digest(max_tokens=5)]
+    assert len({digest(), digest(vocabulary=b"w"), *other}) == 8
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------
@@ -109,23 +96,25 @@ def test_settings_digest_follows_what_changes_text() -> None:
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert RunSettings().threads_per_worker() == 8
-    assert RunSettings(models=ModelSettings(draft="ngram")).threads_per_worker() == 8
+    ngram = GivenValue(("models", "draft"), "ngram", "")
+    assert configured([]).threads(Role.TARGET) == configured([ngram]).threads(Role.TARGET) == 8
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    assert RunSettings().threads_per_worker() == 1
+    assert configured([]).threads(Role.TARGET) == 1
 
 
 @pytest.mark.parametrize(("asked", "told"), [(5, 5), (None, 2), (0, None)])
 def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told: int | None) -> None:
-    launches = worker_launches(RunSettings(models=ModelSettings(device="cpu", draft_lookup=asked)), [40])
+    given = {"device": "cpu", "draft_lookup": asked}
+    config = configured([GivenValue(("models", name), value, "") for name, value in given.items()])
+    launches = worker_launches(config, [40])
     matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
     assert matches == {Role.TARGET: None, Role.DRAFT: told}
 
 
-@pytest.mark.parametrize("models", [{"draft": "ngram"}, {"draft": "none"}, {"target": "some/model"}])
-def test_lookup_beside_a_model_needs_a_model(models: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="draft_lookup is 5, must be unset where draft is n"):
-        settings_from(ModelSettings, vars(ModelSettings(**models)) | {"draft_lookup": 5})
+@pytest.mark.parametrize("model", ["draft=ngram", "draft=none", "target=some/model"])
+def test_lookup_beside_a_model_needs_a_model(model: str) -> None:
+    with pytest.raises(ConfigurationError, match="draft_lookup is 5, must be unset where draft is n"):
+        load_configuration(None, [f"models.{model}", "models.draft_lookup=5"])
 
 
 def test_seeds_count_up() -> None:
@@ -152,10 +141,8 @@ def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokeniz
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 2)
-    assert worker_devices("cuda:1", [1, 1]) == ["cuda:1", "cuda:1"]
     assert worker_devices("cuda", [1] * 3) == ["cuda:0", "cuda:1", "cuda:0"]
-    with pytest.raises(UsageError, match="the last is cuda:1"):
-        worker_devices("cuda:2", [1])
+    assert worker_devices("auto", []) == []
     with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, so that .* have 3 GPUs: this machine has 2"):
         worker_devices("auto", [2, 1])
     monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 0)
@@ -164,8 +151,8 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_that_compare_compute_everything_anew() -> None:
-    settings = GenerateSettings(), VerifySettings(), RunSettings()
-    assert [each.engine_settings(Role.TARGET, "cpu").prefix_cache for each in settings] == [True, False, False]
+    found = [configured([], compares).engine.prefix_cache for compares in (False, True)]
+    assert found == [True, False]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ internal:
             "gateway:\n  allowed_origins: [https://a.example, https://a.example/]",
             "gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
         ),
-        ("models:\n  device: cuda:1", "models.device is 'cuda:1', must be auto, cpu or cuda"),
+        ("models:\n  device: cuda:1", "models.device is 'cuda:1', must be 'auto', 'cpu' or 'cuda'"),
         ("models:\n  draft: none\n  draft_lookup: 3", "models.draft_lookup is 3, must be unset where draft is none"),
         ("models:\n  target: ngram", "models.target is 'ngram', must be a model"),
         ("internal:\n  token_env: A\n  token_file: b", "internal.token_file is given together with token_env"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config.loading import load_configuration
-from deploy.processes.supervisor import cell_workers
 from deploy.processes.task import FileEpochs
+from deploy.workers import cell_workers
 from services.scheduler.epochs import EpochAuthority, SupersededError
 
 

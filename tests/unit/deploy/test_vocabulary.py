@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from deploy.cli import main
-from deploy.cli.command_options import FIELDS
+from deploy.cli.command_options import SERVING
 from deploy.config.reference import documents
 from deploy.config.spool_config import SpoolConfig
 from scheduler.config import Policy
@@ -30,13 +30,13 @@ def file_name(option: str, path: str) -> str:
     if NAMES[path].type.startswith("list of"):
         assert parts[-1].endswith("s")
         return parts[-1][:-1]
-    both = parts[0] == "groups" and len(FIELDS[option]) == 1
+    both = parts[0] == "groups" and len(SERVING[option]) == 1
     return "_".join(parts[1:]) if both else parts[-1]
 
 
 def test_every_option_of_serve_is_a_field_of_its_name() -> None:
-    assert parameters("serve").keys() - OF_SERVING == FIELDS.keys()
-    for option, paths in FIELDS.items():
+    assert parameters("serve").keys() - OF_SERVING == SERVING.keys()
+    for option, paths in SERVING.items():
         for path in paths:
             assert path in NAMES, option
             assert file_name(option, path) == option

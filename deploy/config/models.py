@@ -1,0 +1,187 @@
+"""What workers load, and how their engines compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import ByteSize, Field, field_validator
+
+from deploy.config.section import Section, described
+from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from engine.models.drafting_head import is_drafting_head
+from engine.settings import (
+    BATCHED_TOKENS_ON_CPU,
+    BATCHED_TOKENS_ON_GPU,
+    LONGEST_LOOKUP_MATCH,
+    MOST_RANKS,
+    EngineSettings,
+)
+from scheduler.messages import Role
+
+DEMO = "demo"
+NGRAM = "ngram"
+NO_DRAFT = "none"
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+KvCacheDtype = Literal["auto", "int8"]
+Quantization = Literal["auto", "none", "int8", "int4"]
+Device = Literal["auto", "cpu", "cuda"]
+
+# What was best with the demo pair (docs/performance.md).
+_DEMO_LOOKUP = 2
+
+
+class ModelsSection(Section):
+    """The models, their dtype and quantisation, and their name in the APIs."""
+
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder, a GGUF file or a hub id."),
+    ] = DEMO
+    draft: str | None = described(
+        None,
+        "Draft model: `demo`, a folder, a GGUF file, a hub id, `mtp` (the target's MTP layer), `ngram` (prompt lookup) "
+        "or `none`. Unset: demo for the demo target, else ngram.",
+    )
+    draft_kind: Literal["auto", "model", "head"] = described(
+        "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
+    )
+    draft_lookup: int | None = described(
+        None,
+        "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier in "
+        f"the sequence, the tokens that followed there are proposed. 0: off. Unset: {_DEMO_LOOKUP} with the demo "
+        "draft, else 0.",
+        ge=0,
+        le=LONGEST_LOOKUP_MATCH,
+    )
+    dtype: Dtype = described("auto", "dtype of weights and KV; `auto`: the checkpoint's if the device suits it.")
+    kv_cache_dtype: KvCacheDtype = described(
+        "auto", "KV in dtype (`auto`), or in 8 bits with a scale for each position and KV head."
+    )
+    quantization: Quantization = described(
+        "auto", "Weights: as the checkpoint has them, expanded to dtype (`none`), or those of a plain one rounded."
+    )
+    device: Device = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
+    exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
+    served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
+
+    def problems(self) -> Iterator[str]:
+        for name in ("target", "draft"):
+            if getattr(self, name) == "":
+                yield f"{name} is empty, must name a model"
+        if self.target in (NGRAM, NO_DRAFT):
+            yield f"target is {self.target!r}, must be a model: that is a way to draft"
+        if self.draft_kind == "head" and self.draft_name in (DEMO, NGRAM, NO_DRAFT):
+            yield f"draft_kind is head, must be auto where draft is {self.draft_name}"
+        elif self.draft_lookup and not self.drafts_with_model:
+            yield f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}"
+
+    @property
+    def draft_name(self) -> str:
+        return self.draft if self.draft is not None else DEMO if self.target == DEMO else NGRAM
+
+    @property
+    def drafts(self) -> bool:
+        return self.draft_name != NO_DRAFT
+
+    @property
+    def lookup_match(self) -> int | None:
+        """The setting of the draft's engine; None: no lookup."""
+        if self.draft_lookup is None:
+            return _DEMO_LOOKUP if self.draft_name == DEMO else None
+        return self.draft_lookup or None
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether the draft is a drafting head, so that the targets propose, and there are no draft workers."""
+        if self.draft_kind != "auto":
+            return self.draft_kind == "head"
+        return self.draft_name not in (DEMO, NGRAM, NO_DRAFT) and is_drafting_head(self.draft_name)
+
+    @property
+    def drafts_with_model(self) -> bool:
+        return self.draft_name not in (NGRAM, NO_DRAFT) and not self.drafts_with_head
+
+    def head_conflict(self, draft_replicas: str | None, ranks: int) -> str | None:
+        """Why the workers cannot be as asked for, since the draft is a head; `draft_replicas`: what asks for some."""
+        if not self.drafts_with_head:
+            return None
+        if draft_replicas is not None:
+            return (
+                f"{draft_replicas}, must be unset: the draft {self.draft_name} is a drafting head, which runs in the "
+                "target's workers and cannot be a draft worker"
+            )
+        if ranks > 1:
+            return f"tensor_parallel_size is {ranks}, must be 1: the head {self.draft_name} runs beside a whole target"
+        return None
+
+
+class EngineSection(Section):
+    """How engines use memory and form their passes."""
+
+    max_model_len: int | None = described(
+        None, "Maximum number of tokens of a sequence, prompt and output together. Unset: the model's own.", ge=1
+    )
+    tensor_parallel_size: int = described(
+        1,
+        "GPUs of one machine, or processes on its CPU, that compute one copy of the target together.",
+        ge=1,
+        le=MOST_RANKS,
+    )
+    cpu_isa: str = described(
+        AUTO,
+        f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the fastest.",
+    )
+    page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
+    kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
+    kv_memory: Annotated[
+        ByteSize | None,
+        Field(ge=1),
+        typer.Option(
+            help="Memory for KV of each worker, such as `2GiB`.",
+            parser=str,
+            metavar="SIZE",
+            show_default="what gpu_memory_utilization leaves, 1 GiB on a CPU",
+        ),
+    ] = None
+    gpu_memory_utilization: float = described(0.9, "Share of a GPU's memory that its workers may take.", gt=0, le=1)
+    max_num_batched_tokens: int | None = described(
+        None,
+        f"Tokens of one forward pass, at most. Unset: {BATCHED_TOKENS_ON_GPU} on a GPU, else {BATCHED_TOKENS_ON_CPU}.",
+        ge=8,
+        le=65536,
+    )
+    prefix_cache: bool = described(True, "Compute the KV of a common prompt prefix once, for later requests too.")
+    cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
+
+    @field_validator("cpu_isa")
+    @classmethod
+    def _check_isa(cls, value: str) -> str:
+        if value not in CPU_ISAS:
+            raise ValueError(f"cpu_isa is {value!r}, must be one of {', '.join(CPU_ISAS)}")
+        return value
+
+    def ranks(self, role: Role) -> int:
+        """Processes that make up one worker."""
+        return self.tensor_parallel_size if role is Role.TARGET else 1
+
+    def for_worker(self, models: ModelsSection, role: Role, device: str, threads: int, **own: Any) -> EngineSettings:
+        """Settings of a worker's engine that loads one of `models`: these, and its `own`, which replace some."""
+        is_draft = role is Role.DRAFT
+        common = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"}) | {
+            "kv_memory_bytes": None if self.kv_memory is None else int(self.kv_memory),
+            "model": models.draft_name if is_draft else models.target,
+            "dtype": models.dtype,
+            "kv_cache_dtype": models.kv_cache_dtype,
+            "quantization": models.quantization,
+            "device": device,
+            "threads": threads,
+            "exact": models.exact,
+            "lookup_match": models.lookup_match if is_draft else None,
+            "target": models.target if is_draft else None,
+            "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
+            "tensor_parallel_size": self.ranks(role),
+        }
+        return EngineSettings(**common | own)
