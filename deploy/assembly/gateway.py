@@ -25,8 +25,8 @@ from services.gateway.settings import (
     GatewaySettings,
     ListenSettings,
     NamedKey,
+    RequestSettings,
     SamplingDefaults,
-    TlsFiles,
     model_sampling_defaults,
 )
 from services.rpc.channel_security import ChannelSecurity
@@ -88,26 +88,16 @@ async def start_gateway(
 
 def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:
     """Reads the keys that the configuration names. Raises SecretError."""
-    gateway, tls = config.gateway, config.auth.tls
-    listen: dict[str, Any] = {"host": gateway.host}
-    if tls is not None:
-        listen["tls"] = TlsFiles(certificate=tls.certificate, key=tls.key)
+    gateway = config.gateway
+    listen: dict[str, Any] = {"host": gateway.host, "tls": config.auth.tls}
     return GatewaySettings(
+        **{name: getattr(gateway, name) for name in RequestSettings.model_fields},
         model_names=(config.served_name,),
         api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
-        allowed_origins=gateway.allowed_origins,
         share_prefix_cache=config.auth.share_prefix_cache,
         sampling=sampling,
-        limits=gateway.limits,
-        tool_format=gateway.tool_format,
-        control_tokens_in_messages=gateway.control_tokens_in_messages,
-        receipts=gateway.receipts,
         receipt_key=_receipt_key(gateway.receipt_key_file),  # type: ignore[arg-type]  # pydantic hides it
-        template_time=gateway.template_time,
-        template_zone=gateway.template_zone,
-        default_timeout_seconds=gateway.default_timeout_seconds,
-        retry_after_seconds=gateway.retry_after_seconds,
         http=ListenSettings(port=gateway.port, **listen),
         grpc=ListenSettings(port=gateway.grpc_port or 0, **listen),
     )

@@ -130,8 +130,10 @@ def _options(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo]]
     hints = get_type_hints(model, include_extras=True)
     for name, field in model.model_fields.items():
         kind, *extras = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        option = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
-        yield name, kind, copy.copy(option) or typer.Option(help=field.description)
+        declared = next((extra for extra in extras if isinstance(extra, ParameterInfo)), typer.Option())
+        option = copy.copy(declared)
+        option.help = option.help or field.description
+        yield name, kind, option
 
 
 def _parameters(model: type[BaseModel], panel: str) -> Iterator[inspect.Parameter]:

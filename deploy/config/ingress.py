@@ -5,16 +5,13 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
-from datetime import datetime
-from enum import Enum
 from pathlib import Path
-from zoneinfo import ZoneInfo
+from typing import Literal
 
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
-from services.gateway.answers.formats import ToolFormat
-from services.gateway.settings import Limits, SamplingDefaults
+from services.gateway.settings import RequestSettings, SamplingDefaults, TlsFiles
 
 _SHORTEST_TOKEN = 16
 _KEY = re.compile(r"[!-~]+")
@@ -22,41 +19,21 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class ProxyLocation(Enum):
-    EVERY_NODE = "every_node"
-    HEAD_NODE = "head_node"
-
-
-class GatewaySettings(Scaled):
+class GatewaySettings(RequestSettings, Scaled):
     """The HTTP and gRPC ingress."""
 
     host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
     port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
     grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
-    http_on: ProxyLocation = described(ProxyLocation.EVERY_NODE, "Nodes that listen: all with replicas, or the head.")
+    http_on: Literal["every_node", "head_node"] = described(
+        "every_node", "Nodes that listen: all with replicas, or the head."
+    )
     autoscaling: GatewayAutoscaling | None = described(None, "Bounds within which replicas follow the open requests.")
     max_ongoing_requests: int = described(8192, "Open HTTP requests of a replica; others wait.", ge=1, le=1_000_000)
     drain_seconds: float = described(30.0, "Time in which a departing replica ends its requests.", ge=1, le=86400)
     allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
-    allowed_origins: tuple[str, ...] = described((), "Origins of web pages that may call the API; * for all.")
-    default_timeout_seconds: float | None = described(600.0, "Timeout of requests; null: limits.timeout_seconds.", gt=0)
-    retry_after_seconds: int = described(1, "When clients may retry if the queue is full, in seconds.", ge=1, le=86400)
     sampling: SamplingDefaults | None = described(None, "Sampling defaults. Unset: the model's, else OpenAI's.")
-    tool_format: ToolFormat | None = described(None, "How the model writes calls. Unset: as its chat template tells.")
-    control_tokens_in_messages: bool = described(
-        False,
-        "The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a "
-        "part of a message can then forge others.",
-    )
-    receipts: bool = described(False, "Answers have receipts unless a request says otherwise; needs models.exact.")
     receipt_key_file: Path | None = described(None, "Ed25519 private key (PEM) that signs them, on every node.")
-    template_time: datetime | None = described(
-        None,
-        "Date and time that a chat template sees, such as 2026-01-31T12:00:00; unset: the clock's, with which the same "
-        "request has another prompt tomorrow.",
-    )
-    template_zone: str | None = described(None, "Time zone of a chat template's clock, as Europe/Zurich; unset: local.")
-    limits: Limits = described(Limits(), "Upper limits of one request.")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -68,22 +45,13 @@ class GatewaySettings(Scaled):
             if not _ORIGIN.fullmatch(origin):
                 limit = "must be * or scheme, host and port alone, in lower case, such as https://example.com"
                 yield f"allowed_origins.{number} is {origin!r}, {limit}"
-        if self.template_zone is not None and not _is_zone(self.template_zone):
-            yield f"template_zone is {self.template_zone!r}, must be a time zone, such as Europe/Zurich"
 
     @property
     def listens_on_loopback(self) -> bool:
         return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
 
-class ServerTlsFiles(Section):
-    """Our own certificate and key: PEM files on every node."""
-
-    certificate: Path = described(..., "Certificate, with the intermediate certificates.")
-    key: Path = described(..., "Its private key.")
-
-
-class MutualTlsFiles(ServerTlsFiles):
+class MutualTlsFiles(TlsFiles):
     """Our own certificate and key, and the authority that peers' certificates must come from."""
 
     ca: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
@@ -124,7 +92,7 @@ class AuthSettings(Section):
         "Requests with different API keys reuse each other's KV of a common prompt prefix. Each key can then find out "
         "how prompts of the others begin.",
     )
-    tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
+    tls: TlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
 
     def problems(self) -> Iterator[str]:
         for number, key in enumerate(self.api_keys):
@@ -176,13 +144,5 @@ def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def _is_zone(name: str) -> bool:
-    try:
-        ZoneInfo(name)
-    except (KeyError, ValueError, OSError):
         return False
     return True

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.config.problems import ConfigurationError, Problem, problems_of
-from deploy.config.reference import documents
+from deploy.config.reference import field_names
 from deploy.config.spool_config import SpoolConfig
 
 
@@ -46,7 +46,7 @@ def load_configuration(
     try:
         return SpoolConfig.model_validate(data)
     except ValidationError as error:
-        found = problems_of(error, [document.name for document in documents()])
+        found = problems_of(error, field_names())
         raise ConfigurationError([Problem(origin(path), ".".join(path), text) for path, text in found]) from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, field_validator
 
 from deploy.config.section import Section, described
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
@@ -36,10 +36,9 @@ _DEMO_LOOKUP = 2
 class ModelsSection(Section):
     """The models, their dtype and quantisation, and their name in the APIs."""
 
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder, a GGUF file or a hub id."),
-    ] = DEMO
+    target: Annotated[str, typer.Argument(metavar="MODEL")] = described(
+        DEMO, "The model, called target: `demo`, a folder, a GGUF file or a hub id."
+    )
     draft: str | None = described(
         None,
         "Draft model: `demo`, a folder, a GGUF file, a hub id, `mtp` (the target's MTP layer), `ngram` (prompt lookup) "
@@ -136,16 +135,11 @@ class EngineSection(Section):
     )
     page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
     kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
-    kv_memory: Annotated[
-        ByteSize | None,
-        Field(ge=1),
-        typer.Option(
-            help="Memory for KV of each worker, such as `2GiB`.",
-            parser=str,
-            metavar="SIZE",
-            show_default="what gpu_memory_utilization leaves, 1 GiB on a CPU",
-        ),
-    ] = None
+    kv_memory: Annotated[ByteSize | None, typer.Option(parser=str, metavar="SIZE")] = described(
+        None,
+        "Memory for KV of each worker, such as `2GiB`. Unset: what gpu_memory_utilization leaves, 1 GiB on a CPU.",
+        ge=1,
+    )
     gpu_memory_utilization: float = described(0.9, "Share of a GPU's memory that its workers may take.", gt=0, le=1)
     max_num_batched_tokens: int | None = described(
         None,

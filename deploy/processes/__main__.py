@@ -40,23 +40,17 @@ async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> 
 
 async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Its address is the gRPC server's."""
-    from deploy.assembly.scheduler import scheduler_service
-    from services.scheduler.metrics_endpoint import MetricsEndpoint
-    from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+    from deploy.assembly.scheduler import start_scheduler
 
-    config = surroundings.config
-    epochs = FileEpochs(surroundings.folder / "epochs")
-    service = await scheduler_service(config, epochs, surroundings.security, running)
-    running.push_async_callback(service.close)
-    options = SchedulerServerOptions(vllm_model_name=config.vllm_model_name)
-    server = SchedulerServer(
-        service, surroundings.host, surroundings.task.port, security=surroundings.security, options=options
+    _, server, address = await start_scheduler(
+        surroundings.config,
+        FileEpochs(surroundings.folder / "epochs"),
+        surroundings.security,
+        running,
+        surroundings.host,
+        port=surroundings.task.port,
+        stop_seconds=_SCHEDULER_STOP_SECONDS,
     )
-    address = await server.start()
-    running.push_async_callback(server.stop, _SCHEDULER_STOP_SECONDS)
-    listen = config.metrics.listen()
-    if listen is not None:
-        await running.enter_async_context(MetricsEndpoint(server.metric_families, *listen))
     return Up(address, server.check_health)
 
 

@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
 from ray.util import get_node_ip_address
 
 from deploy.assembly.plain_message import plain_message
-from deploy.assembly.scheduler import scheduler_service
+from deploy.assembly.scheduler import start_scheduler
 from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.config.spool_config import SpoolConfig
@@ -21,8 +21,6 @@ from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import internal_host
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
-from services.scheduler.metrics_endpoint import MetricsEndpoint
-from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 
 _NAMESPACE = b"spool"
 
@@ -55,22 +53,19 @@ class Scheduler:
 
     async def __init__(self, config: SpoolConfig, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
         install_logs(config.logging.format, config.logging.level.number)
-        security = channel_security(config.internal)
         self._autoscaler = Autoscaler(config.scheduler_config())
         self._running = AsyncExitStack()
-        self._service = await scheduler_service(config, ClusterEpochs(cell), security, self._running)
-        self._server = SchedulerServer(
-            self._service,
+        self._service, self._server, self._address = await start_scheduler(
+            config,
+            ClusterEpochs(cell),
+            channel_security(config.internal),
+            self._running,
             internal_host(config.internal),
-            security=security,
-            options=SchedulerServerOptions(vllm_model_name=config.vllm_model_name),
+            cell=cell,
             replicas=lambda: self._autoscaler.decision,
+            stop_seconds=1.0,
         )
-        self._address = await self._server.start()
         await self._running.enter_async_context(RayMirror(self._server.metric_families))
-        listen = config.metrics.listen(cell)
-        if listen is not None:
-            await self._running.enter_async_context(MetricsEndpoint(self._server.metric_families, *listen))
         keep_loaded_objects()
 
     async def locate(self) -> str:
@@ -94,6 +89,4 @@ class Scheduler:
         self._server.check_health()
 
     async def __del__(self) -> None:
-        await self._server.stop(1.0)
-        await self._service.close()
         await self._running.aclose()

@@ -7,12 +7,11 @@ from typing import Any
 import yaml
 
 from deploy.autoscaling.reporter import autoscaling_rules
-from deploy.config.ingress import ProxyLocation
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 
-_LOCATIONS = {ProxyLocation.EVERY_NODE: "EveryNode", ProxyLocation.HEAD_NODE: "HeadOnly"}
+_LOCATIONS = {"every_node": "EveryNode", "head_node": "HeadOnly"}
 
 IMPORT_PATH = "deploy.ray_app.application:build"
 POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"

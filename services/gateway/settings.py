@@ -6,7 +6,6 @@ import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self
-from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -21,12 +20,12 @@ class _Frozen(BaseModel):
 
 
 class TlsFiles(_Frozen):
-    """PEM files of a server's TLS."""
+    """Our own certificate and key: PEM files on every node."""
 
     certificate: Path
-    """Certificate chain of the server."""
+    """Certificate, with the intermediate certificates."""
     key: Path
-    """Private key of the certificate."""
+    """Its private key."""
 
 
 class ListenSettings(_Frozen):
@@ -113,7 +112,30 @@ class NamedKey(_Frozen):
     """SHA-256 of the key, in hexadecimal."""
 
 
-class GatewaySettings(_Frozen):
+class RequestSettings(_Frozen):
+    """How a gateway takes requests, as its configuration says too."""
+
+    default_timeout_seconds: Annotated[float, Field(gt=0)] | None = 600.0
+    """Timeout of requests; null: limits.timeout_seconds."""
+    retry_after_seconds: Annotated[int, Field(ge=1, le=86400)] = 1
+    """When clients may retry if the queue is full, in seconds."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API; * for all."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls. Unset: as its chat template tells."""
+    control_tokens_in_messages: bool = False
+    """The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a part of
+    a message can then forge others."""
+    receipts: bool = False
+    """Answers have receipts unless a request says otherwise; needs models.exact."""
+    template_time: datetime | None = None
+    """Date and time that a chat template sees, such as 2026-01-31T12:00:00; unset: the clock's, with which the same
+    request has another prompt tomorrow."""
+    limits: Limits = Limits()
+    """Upper limits of one request."""
+
+
+class GatewaySettings(RequestSettings):
     """One gateway, over HTTP and gRPC."""
 
     model_names: tuple[str, ...] = ()
@@ -122,30 +144,12 @@ class GatewaySettings(_Frozen):
     """Keys without a name."""
     named_keys: tuple[NamedKey, ...] = ()
     """Keys with a name. A client must show one of either; without any, everybody may call."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of pages that a browser lets call this server; "*": all."""
     share_prefix_cache: bool = False
     """Whether requests with different keys take over each other's KV."""
     sampling: SamplingDefaults = SamplingDefaults()
     """What holds for requests that do not say."""
-    limits: Limits = Limits()
-    """The most that one request may ask for."""
-    default_timeout_seconds: Seconds | None = None
-    """Time for a request that names none; None: `limits.timeout_seconds`."""
-    tool_format: ToolFormat | None = None
-    """How the model writes calls of functions; None: as its chat template tells."""
-    control_tokens_in_messages: bool = False
-    """Whether the text of a special token in a chat's message or tool becomes that token."""
-    receipts: bool = False
-    """Whether answers have receipts unless a request says otherwise."""
     receipt_key: SecretStr | None = None
     """Ed25519 private key in PEM that signs receipts; None: they are not signed."""
-    template_time: datetime | None = None
-    """The time that a chat template sees; None: the clock's."""
-    template_zone: str | None = None
-    """The zone that a chat template sees the clock in; None: the machine's."""
-    retry_after_seconds: Annotated[int, Field(ge=1)] = 1
-    """Time for which clients are asked to wait when the queue is full or no target is there."""
     ping_seconds: Seconds = 15.0
     """Each stream sends a comment once in this time, so that proxies do not close a silent one."""
     http: ListenSettings = ListenSettings(port=8000)
@@ -159,8 +163,7 @@ class GatewaySettings(_Frozen):
 
     def strftime_now(self, form: str) -> str:
         """For chat templates."""
-        zone = None if self.template_zone is None else ZoneInfo(self.template_zone)
-        return (self.template_time or datetime.now(zone)).strftime(form)
+        return (self.template_time or datetime.now()).strftime(form)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -102,7 +102,6 @@ internal:
         ("tracing:\n  endpoint: 'ftp://a'", "tracing.endpoint is 'ftp://a', must be `console` or an http or https URL"),
         ("ray:\n  address: here", "ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "gateway.grpc_port is 8000, must differ from port"),
-        ("gateway:\n  template_zone: Mars/Base", "gateway.template_zone is 'Mars/Base', must be a time zone, such as "),
         (
             "gateway:\n  allowed_origins: [https://a.example, https://a.example/]",
             "gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
@@ -271,10 +270,10 @@ def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
 
 def test_what_templates_see_goes_to_the_gateway(file: Path) -> None:
     file.write_text("gateway:\n  template_time: 2024-02-29T23:59:00\n  control_tokens_in_messages: true")
-    config = configuration_from(load_configuration(file, ["gateway.template_zone=Asia/Kathmandu"]).plain())
+    config = configuration_from(load_configuration(file).plain())
     settings = gateway_settings(config, SamplingDefaults())
     assert settings.strftime_now("%d.%m.%y %H:%M") == "29.02.24 23:59"
-    assert (settings.template_zone, settings.control_tokens_in_messages) == ("Asia/Kathmandu", True)
+    assert settings.control_tokens_in_messages
 
 
 def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,13 @@ import typer
 
 from deploy.cli import main
 from deploy.cli.command_options import SERVING
-from deploy.config.reference import documents
+from deploy.config.reference import field_names
 from deploy.config.spool_config import SpoolConfig
 from scheduler.config import Policy
 
 OF_SERVING = {"config", "overrides", "detach", "no_ray", "help"}
 
-NAMES = {document.name: document for document in documents() if not document.is_section}
+NAMES = frozenset(field_names())
 
 
 def parameters(command: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def parameters(command: str) -> dict[str, Any]:
 def file_name(option: str, path: str) -> str:
     """What the option for a field must be called."""
     parts = path.split(".")
-    if NAMES[path].type.startswith("list of"):
+    if parameters("serve")[option].multiple:
         assert parts[-1].endswith("s")
         return parts[-1][:-1]
     both = parts[0] == "groups" and len(SERVING[option]) == 1
