@@ -117,15 +117,15 @@ def test_down_leaves_no_process_and_cuts_no_connection(served: NoRay) -> None:
     children = {served.process_id(name) for name in PROCESSES}
     following = Popen([SPOOL, "logs", "--follow"], env={**os.environ, **served.environment}, stdout=PIPE, text=True)
     assert following.stdout is not None
-    assert following.stdout.readline().startswith("draft-0: ")
+    assert following.stdout.readline().startswith("==> ")
     assert children == {child.pid for child in psutil.Process(served.process.pid).children(recursive=True)}
     # It sends SIGTERM to the command alone.
     stopped = spool("down", environment=served.environment)
     assert (stopped.code, stopped.err) == (0, "spool is stopped\n")
     assert served.process.wait(LONG) == 0, served.lines
     assert [child for child in children if psutil.pid_exists(child)] == []
-    followed = {line.partition(": ")[0] for line in following.communicate(timeout=LONG)[0].splitlines()}
-    assert followed & (set(PROCESSES) - {"draft-0"})
+    followed = following.communicate(timeout=LONG)[0]
+    assert all(f"/{name}.log <==" in followed for name in set(PROCESSES) - {"draft-0"})
     assert following.returncode == 0
     assert spool("status", environment=served.environment).code == 1
     assert idle.sock.recv(1) == b""

@@ -1,10 +1,10 @@
-"""Logs are found by what wrote them, and read as they grow."""
+"""Logs are found by what wrote them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.cli.logs import LogFile, log_files
+from deploy.cli.logs import log_files
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -21,17 +21,5 @@ def test_replicas_of_the_application_are_found_in_the_folder_of_ray(tmp_path: Pa
     write(tmp_path / "worker-ab5-ff-57.err", "says :actor_name:ServeReplica:mine:Gateway")
     write(tmp_path / "raylet.err", ":actor_name:ServeReplica:mine:Gateway")
     found = log_files(tmp_path, "mine", ray=True)
-    assert [file.name for file in found] == ["Gateway-27", "TargetWorker-17"]
-    assert found[1].new_lines() == ["I am ServeReplica:mine:TargetWorker"]
-
-
-def test_lines_come_once_and_whole(tmp_path: Path) -> None:
-    file = LogFile("one", write(tmp_path / "one.log", "first", "second"))
-    with file.path.open("a") as growing:
-        growing.write("a par")
-        growing.flush()
-        assert file.new_lines() == ["first", "second"]
-        assert file.new_lines() == []
-        growing.write("t\nthe next")
-        growing.flush()
-        assert file.new_lines() == ["a part"]
+    assert list(found) == ["Gateway-27", "TargetWorker-17"]
+    assert found["TargetWorker-17"].read_text().endswith("I am ServeReplica:mine:TargetWorker\n")
