@@ -19,7 +19,6 @@ from deploy.cluster.ray_process import DETACH, RayOptions
 from deploy.cluster.served_state import StateFolder
 from deploy.config.spool_config import RaySettings
 from deploy.errors import RunError, UsageError
-from deploy.ray_app.proxy_middleware import IMPORT_PATH
 
 _STOP_SECONDS = 120.0
 _LONGEST_FOLDER = 40
@@ -29,9 +28,9 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
     """The environment in which Ray is started, and joined, when it is Spool's own.
 
     Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
-    takes its place. Serve's proxies keep the list of applications to themselves, and take answers from the gateways by
-    gRPC, which costs both less than Ray's own calls. Replicas are as nice as what started them, not Ray's 15: those
-    that serve must not wait for whatever else runs. Nothing is reported to Ray's makers.
+    takes its place. Serve's proxies take answers from the gateways by gRPC, which costs both less than Ray's own calls.
+    Replicas are as nice as what started them, not Ray's 15: those that serve must not wait for whatever else runs.
+    Nothing is reported to Ray's makers.
     """
     return {
         "RAY_AUTH_MODE": "token",
@@ -40,7 +39,6 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
         "RAY_worker_niceness": "0",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     }
 
 
