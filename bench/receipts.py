@@ -63,7 +63,8 @@ def main() -> None:
     sampling = SamplingSettings(max_tokens=given.tokens, temperature=given.temperature)
     named = f"models.target={given.target}", "models.draft=none", f"scheduling.batch_size={_BATCH}"
     settings = configured([*map(parse_override, named)], compares=True)
-    with Reporter() as reporter, tempfile.TemporaryDirectory() as scratch:
+    reporter = Reporter()
+    with tempfile.TemporaryDirectory() as scratch:
         ready = prepare_models(settings, reporter)
         prompts = load_prompts(given.prompts, None)
         several = [replace(prompts[number % len(prompts)], index=number) for number in range(given.count)]

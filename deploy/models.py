@@ -83,8 +83,7 @@ def fetch_models(
     workers = []
     for name in names:
         for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
-            with Reporter() as reporter:
-                folder = fetch(name, role, reporter)
+            folder = fetch(name, role, Reporter())
             say(f"{name} {role.value}: {folder}")
             try:
                 device = "cpu" if gpu_memory is None else "cuda"

@@ -1,20 +1,13 @@
-"""What a command is doing, on standard error: lines, and on a terminal a moving line below them."""
+"""What a command is doing, in lines on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Self
-
-from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.text import Text
 
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 def say(text: str) -> None:
@@ -23,46 +16,26 @@ def say(text: str) -> None:
 
 
 class Reporter:
-    """Prints a line for each new stage, and another every few seconds where one tells how far it is; on a terminal, a
-    line below moves as long as the `with` block lasts."""
+    """Prints a line for each new stage, and another every few seconds where one tells how far it is."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, float]] = {}
-        self._moving, console = Spinner("dots"), Console(stderr=True)
-        # Results on standard output may go to a file.
-        to_terminal = sys.stdout.isatty()
-        live = Live(self._moving, console=console, transient=True, redirect_stdout=to_terminal)
-        self._live = live if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def stage(self, who: str, message: str, fraction: float | None) -> None:
         """Something that happens before the run, such as a download. `fraction` is the part that is done, if known."""
         last, due = self._last.get(who, ("", 0.0))
-        now, text = time.monotonic(), f"{who}: {message}" + (f" ({fraction:.0%})" if fraction and fraction < 1 else "")
-        self._moving.update(text=Text(text))
+        now, part = time.monotonic(), f" ({fraction:.0%})" if fraction and fraction < 1 else ""
         if message != last or (fraction is not None and now >= due):
             self._last[who] = message, now + _SECONDS_BETWEEN_LINES
-            say(text)
+            say(f"{who}: {message}{part}")
 
     def run(self, title: str, done: int, total: int, statistics: StatisticsSnapshot | None) -> None:
         """The run called `title` has finished `done` of `total` sequences."""
         _, due = self._last.get(title, ("", 0.0))
         now, shown = time.monotonic(), f", {describe(statistics)}" if statistics is not None else ""
-        text = f"{title}: {done}/{total} sequences{shown}"
-        self._moving.update(text=Text(text))
         if now >= due or done == total:
             self._last[title] = "", now + _SECONDS_BETWEEN_LINES
-            say(text)
+            say(f"{title}: {done}/{total} sequences{shown}")
 
 
 def describe(statistics: StatisticsSnapshot) -> str:

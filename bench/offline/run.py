@@ -44,11 +44,11 @@ def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: Sampli
         )
     prompts = bench_prompts(settings)
     console = Console(file=sys.stderr)
-    with Reporter() as reporter:
-        models = prepare_models(config, reporter)
-        jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
-        run = _Run(config, settings, sampling, models, jobs, reporter, console)
-        run_until_interrupted(run.run())
+    reporter = Reporter()
+    models = prepare_models(config, reporter)
+    jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
+    run = _Run(config, settings, sampling, models, jobs, reporter, console)
+    run_until_interrupted(run.run())
     result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
     wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDTH)

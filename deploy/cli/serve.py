@@ -59,8 +59,7 @@ def serve_without_ray(config: SpoolConfig) -> int:
     try:
         with state.lock(app_name):
             check_ports(config)
-            with Reporter() as reporter:
-                prepare_models(config, reporter)
+            prepare_models(config, Reporter())
             workers = cell_workers(config)
             processes = _serve_processes(config, workers, security, state)
             with contextlib.suppress(KeyboardInterrupt):
@@ -77,11 +76,11 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     if state.is_alive(app_name):
         raise _served_already(app_name)
     check_ports(config)
-    with Reporter() as reporter:
-        prepare_models(config, reporter)
-        reporter.stage("ray", "starting", None)
-        ray = start_ray(app_name, config.ray, state)
-        reporter.stage("ray", "started", None)
+    reporter = Reporter()
+    prepare_models(config, reporter)
+    reporter.stage("ray", "starting", None)
+    ray = start_ray(app_name, config.ray, state)
+    reporter.stage("ray", "started", None)
     try:
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
             served = _served(config, ray.address, ray.process_id, started_serve=True)
@@ -114,8 +113,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
 
 
 def _deploy(config: SpoolConfig, served: Served, state: StateFolder) -> None:
-    with Reporter() as reporter:
-        deploy(config, reporter)
+    deploy(config, Reporter())
     state.write(served)
 
 
@@ -139,9 +137,8 @@ async def _serve_processes(
     app_name = config.ray.app_name
     folder = _emptied(state.run_folder(app_name))
     async with AsyncExitStack() as running:
-        with Reporter() as reporter:
-            cell = running_cell(config, workers, security, folder, reporter.stage)
-            group, scheduler_address = await running.enter_async_context(cell)
+        cell = running_cell(config, workers, security, folder, Reporter().stage)
+        group, scheduler_address = await running.enter_async_context(cell)
         served = replace(
             _served(config, None, os.getpid(), started_serve=False),
             scheduler_address=scheduler_address,

@@ -24,20 +24,20 @@ from services.scheduler.telemetry.statistics import StatisticsSnapshot
 def generate(config: SpoolConfig, sampling: SamplingSettings, inputs: InputSettings, output: Path | None) -> int:
     """To the file `output`, or to standard output. Exit code 0. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(inputs.prompts, inputs.limit)
-    with Reporter() as reporter:
-        models = prepare_models(config, reporter)
-        jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
-        digest = settings_digest(config, sampling, models.tokenizer.vocabulary_digest)
-        finished = keep_finished(output, jobs, digest) if output is not None else 0
-        left = jobs[finished:]
-        lines = InOrder(_writer(inputs, output, left))
-        statistics = StatisticsSnapshot()
-        if left:
+    reporter = Reporter()
+    models = prepare_models(config, reporter)
+    jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
+    digest = settings_digest(config, sampling, models.tokenizer.vocabulary_digest)
+    finished = keep_finished(output, jobs, digest) if output is not None else 0
+    left = jobs[finished:]
+    lines = InOrder(_writer(inputs, output, left))
+    statistics = StatisticsSnapshot()
+    if left:
 
-            def on_done(index: int, completion: Completion) -> None:
-                lines.add(index, result_line(left[index], completion, models.tokenizer, digest))
+        def on_done(index: int, completion: Completion) -> None:
+            lines.add(index, result_line(left[index], completion, models.tokenizer, digest))
 
-            statistics = run_until_interrupted(_run(config, models, left, reporter, on_done))
+        statistics = run_until_interrupted(_run(config, models, left, reporter, on_done))
     if finished:
         say(f"{finished} of {len(jobs)} answers were there already")
     if output is not None:

@@ -112,39 +112,39 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
     from engine.models.loading import load_target_engine
     from engine.replay import KnownOutput, replay
 
-    with Reporter() as reporter:
-        try:
-            engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
-        except (EngineError, ModelNotFoundError) as error:
-            raise RunError(str(error)) from error
-        keep_loaded_objects()
-        known: dict[int, _Entry] = {}
-        outputs = []
-        for entry in entries:
-            receipt = entry.receipt
-            if unlike := differences(receipt.fingerprint, engine.description.fingerprint):
-                entry.verdict.reason = f"fingerprint, in the receipt and of this target: {'; '.join(unlike)}"
-                if fingerprint_name(receipt.fingerprint) != settings.against:
-                    continue
-            if misfit := _misfit(receipt, engine.description):
-                entry.verdict.reason = misfit
+    reporter = Reporter()
+    try:
+        engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
+    except (EngineError, ModelNotFoundError) as error:
+        raise RunError(str(error)) from error
+    keep_loaded_objects()
+    known: dict[int, _Entry] = {}
+    outputs = []
+    for entry in entries:
+        receipt = entry.receipt
+        if unlike := differences(receipt.fingerprint, engine.description.fingerprint):
+            entry.verdict.reason = f"fingerprint, in the receipt and of this target: {'; '.join(unlike)}"
+            if fingerprint_name(receipt.fingerprint) != settings.against:
                 continue
-            outputs.append(KnownOutput(receipt.prompt, receipt.output, receipt.sampling, to_the_end=bool(unlike)))
-            known[id(outputs[-1])] = entry
-        top = _TOP_LOGPROBS if settings.against else 0 if settings.logprobs else None
-        began = time.perf_counter()
-        for done, (output, found) in enumerate(replay(engine, outputs, top), 1):
-            entry = known[id(output)]
-            verdict, receipt = entry.verdict, entry.receipt
-            if settings.logprobs:
-                verdict.logprobs = [logprob_of(*each) for each in zip(receipt.output, found.logprobs, strict=False)]
-            if output.to_the_end and found.error is None:
-                verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.logprobs)
-                verdict.reason = f"{verdict.reason}: {verdict.parting}" if verdict.parting.logits else None
-            else:
-                verdict.reason = found.error or receipt.difference(found.tokens, found.logits_digests)
-            reporter.run("replay", done, len(outputs), None)
-        return time.perf_counter() - began
+        if misfit := _misfit(receipt, engine.description):
+            entry.verdict.reason = misfit
+            continue
+        outputs.append(KnownOutput(receipt.prompt, receipt.output, receipt.sampling, to_the_end=bool(unlike)))
+        known[id(outputs[-1])] = entry
+    top = _TOP_LOGPROBS if settings.against else 0 if settings.logprobs else None
+    began = time.perf_counter()
+    for done, (output, found) in enumerate(replay(engine, outputs, top), 1):
+        entry = known[id(output)]
+        verdict, receipt = entry.verdict, entry.receipt
+        if settings.logprobs:
+            verdict.logprobs = [logprob_of(*each) for each in zip(receipt.output, found.logprobs, strict=False)]
+        if output.to_the_end and found.error is None:
+            verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.logprobs)
+            verdict.reason = f"{verdict.reason}: {verdict.parting}" if verdict.parting.logits else None
+        else:
+            verdict.reason = found.error or receipt.difference(found.tokens, found.logits_digests)
+        reporter.run("replay", done, len(outputs), None)
+    return time.perf_counter() - began
 
 
 def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest: int) -> EngineSettings:

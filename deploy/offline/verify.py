@@ -45,16 +45,16 @@ def verify(
     if reference is not None:
         _check_reference(config, sampling)
     prompts = load_prompts(inputs.prompts, inputs.limit)
-    with Reporter() as reporter:
-        models = prepare_models(config, reporter)
-        jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
-        expected, plain, found = run_until_interrupted(_run(config, policies, models, jobs, reporter))
-        outcomes = list(found)
-        generate: Comparison | None = None
-        if reference is not None:
-            generated, margins = generate_with_transformers(config, models, jobs, reporter)
-            generate = compare(jobs, generated, expected, models.tokenizer, margins)
-            outcomes.append(Outcome("model.generate", generate, None))
+    reporter = Reporter()
+    models = prepare_models(config, reporter)
+    jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
+    expected, plain, found = run_until_interrupted(_run(config, policies, models, jobs, reporter))
+    outcomes = list(found)
+    generate: Comparison | None = None
+    if reference is not None:
+        generated, margins = generate_with_transformers(config, models, jobs, reporter)
+        generate = compare(jobs, generated, expected, models.tokenizer, margins)
+        outcomes.append(Outcome("model.generate", generate, None))
     for outcome in outcomes:
         _print(outcome)
     exact_match = min(outcome.comparison.exact_match for outcome in found)
