@@ -100,17 +100,11 @@ class WorkerGroup(Scaled):
         ge=0,
         le=MOST_RANKS,
     )
-    accelerator_type: str | None = described(None, "Type of GPU of the node, as Ray names it: `H200`.", min_length=1)
     threads: int | None = described(None, "Threads of a replica. Unset: num_cpus if 1 or more, else a share.", ge=1)
     kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
     kv_memory: ByteSize | None = described(None, "Memory for KV of each replica; overrides engine.kv_memory.", ge=1)
     drain_seconds: float = described(60.0, "Time in which a departing replica hands over sequences.", ge=1, le=86400)
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.accelerator_type is not None and self.num_gpus == 0:
-            yield (f"accelerator_type is {self.accelerator_type!r}, must be unset where num_gpus is 0")
 
 
 class TargetGroup(WorkerGroup):

@@ -66,10 +66,7 @@ def settled(config: SpoolConfig) -> SpoolConfig:
     groups = {}
     for role in config.roles:
         group = config.group(role)
-        known: dict[str, Any] = {"threads": config.threads(role)}
-        if gpus[role] > 0 or group.accelerator_type is None:
-            known["num_gpus"] = gpus[role]
-        groups[role.value] = group.model_copy(update=known)
+        groups[role.value] = group.model_copy(update={"threads": config.threads(role), "num_gpus": gpus[role]})
     return _with_paths_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
 
 
@@ -115,8 +112,6 @@ def _worker_options(config: SpoolConfig, role: Role) -> dict[str, Any]:
     group = config.group(role)
     options = group.actor_options()
     options["num_gpus"] = group.num_gpus or 0.0
-    if group.accelerator_type is not None:
-        options["accelerator_type"] = group.accelerator_type
     variables = compute_environment(config.threads(role), config.engine.cpu_isa)
     options["runtime_env"] = {"env_vars": variables | group.environment}
     return options

@@ -139,7 +139,6 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
     ("content", "message"),
     [
         ("groups: {draft: {num_gpus: 0.5}, target: {num_gpus: 1}}", "groups.draft.num_gpus is "),
-        ("groups: {target: {num_gpus: 0, accelerator_type: H200}}", "groups.target.accelerator_type is "),
         ("groups: {target: {num_gpus: 2}}", "groups.target.num_gpus is "),
         ("groups: {draft: {num_gpus: 2}}", "groups.draft.num_gpus is "),
         ("models: {device: cpu}\ngroups: {target: {num_gpus: 1}}", "must be 0 or unset where"),
