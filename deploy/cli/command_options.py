@@ -15,7 +15,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from deploy.config.loading import GivenValue
 from deploy.config.models import EngineSection, ModelsSection
-from deploy.config.problems import limit_of
+from deploy.config.problems import problems_of
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 
@@ -93,17 +93,8 @@ def settings_from(model: type[Settings], values: dict[str, Any]) -> Settings:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UsageError(_one_line(error)) from error
-
-
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    # Messages of our own validators name field and value already.
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    names = [str(part) for part in first["loc"] if isinstance(part, str)]
-    option = "--" + names[-1].replace("_", "-") if names else "options"
-    return f"{option} is {first['input']!r}, {limit_of(first['msg'])}"
+        (name, *_), message = next(problems_of(error, ()))
+        raise UsageError(f"--{name.replace('_', '-')} {message}") from error
 
 
 def _is_model(kind: Any) -> bool:

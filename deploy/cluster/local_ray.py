@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from deploy.cluster.ray_process import DETACH, RayOptions
+from deploy.cluster.ray_process import DETACH
 from deploy.cluster.served_state import StateFolder
 from deploy.config.spool_config import RaySettings
 from deploy.errors import RunError, UsageError
@@ -84,13 +84,9 @@ def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Local
 
 def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
     folder = _folder(app_name)
-    options = RayOptions(
-        folder=str(folder),
-        lock=str(state.lock(app_name).lock_file),
-        dashboard=settings.dashboard,
-        num_cpus=settings.num_cpus,
-        num_gpus=settings.num_gpus,
-    )
+    sizes = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    options = {"_temp_dir": str(folder), "include_dashboard": settings.dashboard, **sizes}
+    arguments = json.dumps([str(state.lock(app_name).lock_file), options])
     # Files of a Ray that has ended: the lock of the application is free. A session may also be a link to another.
     for session in folder.glob("session_*"):
         if session.is_symlink():
@@ -101,7 +97,7 @@ def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Loca
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             # -P: a folder named `deploy` where the user happens to be must not come before ours.
-            [sys.executable, "-P", "-m", "deploy.cluster.ray_process", options.to_json()],
+            [sys.executable, "-P", "-m", "deploy.cluster.ray_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -26,28 +25,15 @@ DETACH = "detach"
 _OBJECT_STORE_BYTES = 100 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RayOptions:
-    """How Ray is started. `lock` is held as long as it lives."""
-
-    folder: str
-    lock: str
-    dashboard: bool
-    num_cpus: int | None
-    num_gpus: int | None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
 def main() -> int:
-    options = RayOptions(**json.loads(sys.argv[1]))
+    """`lock` is held as long as Ray lives; `options` are those of `ray.init`."""
+    lock, options = json.loads(sys.argv[1])
     events = EventPipe()
     stop = threading.Event()
     _stop_at_signals(stop)
     threading.Thread(target=_watch_stdin, args=(stop,), name="stdin-watch", daemon=True).start()
     try:
-        with FileLock(options.lock, timeout=0):
+        with FileLock(lock, timeout=0):
             _run(options, events, stop)
     except Timeout:
         events.send("failed", error="another Ray was started for this application meanwhile")
@@ -58,20 +44,11 @@ def main() -> int:
     return 0
 
 
-def _run(options: RayOptions, events: EventPipe, stop: threading.Event) -> None:
+def _run(options: dict[str, Any], events: EventPipe, stop: threading.Event) -> None:
     import ray
     from ray import serve
 
-    Path(options.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-    context = ray.init(
-        address="local",
-        num_cpus=options.num_cpus,
-        num_gpus=options.num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=options.dashboard,
-        log_to_driver=False,
-        _temp_dir=options.folder,
-    )
+    context = ray.init(address="local", object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=False, **options)
     # Ray has taken them for itself.
     _stop_at_signals(stop)
     try:

@@ -52,12 +52,7 @@ def problems_of(error: ValidationError, names: Collection[str]) -> Iterator[tupl
             near = difflib.get_close_matches(".".join(path), names, n=1)
             yield path, f"is no field of Spool{f'; did you mean {near[0]}?' if near else ''}"
         else:
-            yield path, f"is {_shown(details['input'])}, {limit_of(message)}"
-
-
-def limit_of(message: str) -> str:
-    """Pydantic's message as the end of a sentence that names a value."""
-    return message.replace("Input should", "must")
+            yield path, f"is {_shown(details['input'])}, {message.replace('Input should', 'must')}"
 
 
 def _shown(value: Any) -> str:

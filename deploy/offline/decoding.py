@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from deploy.errors import RunError, UsageError
@@ -21,7 +23,7 @@ from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 from services.text.tokenizer import ModelTokenizer
 
-_SECONDS_BETWEEN_REPORTS = 0.25
+_SECONDS_BETWEEN_LOOKS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,48 +95,47 @@ async def decode(
     """
     done = 0
 
-    def count(index: int, completion: Completion) -> None:
-        nonlocal done
-        on_done(index, completion)
-        done += 1
-
     async with cell.service(plan.config, plan.drafting) as service:
 
-        def report() -> None:
+        def look() -> None:
+            cell.check_alive()
             reporter.run(plan.title, done, len(jobs), service.statistics())
 
-        try:
-            if plan.warm_up:
-                async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive), asyncio.TaskGroup() as group:
-                    await _submit_all(service, plan, plan.warm_up, group, lambda *_: None)
-                service.reset_statistics()
-            async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive, report), asyncio.TaskGroup() as group:
-                await _submit_all(service, plan, jobs, group, count)
-        except* (RunError, UsageError) as errors:
-            raise _first(errors) from None
-        report()
+        if plan.warm_up:
+            async for _ in _completed(service, plan, plan.warm_up, cell.check_alive):
+                pass
+            service.reset_statistics()
+        async with aclosing(_completed(service, plan, jobs, look)) as completed:
+            async for index, completion in completed:
+                on_done(index, completion)
+                done += 1
+        look()
         return service.statistics()
 
 
-async def _submit_all(
-    service: SchedulerService,
-    plan: DecodingPlan,
-    jobs: Sequence[Job],
-    group: asyncio.TaskGroup,
-    on_done: Callable[[int, Completion], None],
-) -> None:
+async def _completed(
+    service: SchedulerService, plan: DecodingPlan, jobs: Sequence[Job], look: Callable[[], None]
+) -> AsyncGenerator[tuple[int, Completion], None]:
+    """Each job with its index as it ends; `look` is called every quarter of a second, and what it raises ends all."""
     # Enough that the queue never runs dry, and far from its limit.
-    places = asyncio.Semaphore(2 * max(plan.config.max_running or 0, service.core.snapshot().max_running))
-
-    async def run(index: int, job: Job) -> None:
-        try:
-            on_done(index, await _run_job(service, plan, job))
-        finally:
-            places.release()
-
-    for index, job in enumerate(jobs):
-        await places.acquire()
-        group.create_task(run(index, job))
+    most = 2 * max(plan.config.max_running or 0, service.core.snapshot().max_running)
+    left, running, due = iter(enumerate(jobs)), dict[asyncio.Task[Completion], int](), 0.0
+    try:
+        while True:
+            for index, job in itertools.islice(left, most - len(running)):
+                running[asyncio.create_task(_run_job(service, plan, job))] = index
+            if not running:
+                return
+            ended, _ = await asyncio.wait(running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                yield running.pop(task), task.result()
+            if time.monotonic() >= due:
+                look()
+                due = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> Completion:
@@ -157,29 +158,3 @@ async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> C
         raise RunError(f"{job.prompt.place}: {error}") from error
     completion.finish_reason = stream.finish_reason
     return completion
-
-
-@asynccontextmanager
-async def _every(seconds: float, *actions: Callable[[], None]) -> AsyncIterator[None]:
-    """Does the actions again and again while the block runs; what one of them raises ends the block."""
-
-    async def repeat() -> None:
-        while True:
-            for action in actions:
-                action()
-            await asyncio.sleep(seconds)
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(repeat())
-        try:
-            yield
-        finally:
-            task.cancel()
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    """The first single exception in a tree of groups."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

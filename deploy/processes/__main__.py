@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from deploy.processes.task import FileEpochs, Surroundings, Up, run_process
 from scheduler.messages import Role
@@ -44,7 +45,7 @@ async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -
 
     _, server, address = await start_scheduler(
         surroundings.config,
-        FileEpochs(surroundings.folder / "epochs"),
+        FileEpochs(Path(surroundings.task.folder) / "epochs"),
         surroundings.security,
         running,
         surroundings.host,

@@ -57,11 +57,6 @@ class Surroundings:
     events: EventPipe
 
     @property
-    def folder(self) -> Path:
-        """Of the files of this run of the cell."""
-        return Path(self.task.folder)
-
-    @property
     def host(self) -> str:
         """Where schedulers and workers listen."""
         return self.config.internal.host or "127.0.0.1"
