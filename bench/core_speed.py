@@ -16,9 +16,9 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from bench.pace import Pace
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
@@ -39,6 +39,32 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from services.launch.process_tuning import keep_loaded_objects
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long workers take for a step, without a model: seconds of a target's step, by itself and for each packed row;
+    and of a draft's pass, in the same way.
+
+    The defaults are those of an 8B target and a small draft on an H100.
+    """
+
+    target_step: float = 0.005
+    target_row: float = 0.00002
+    draft_pass: float = 0.001
+    draft_row: float = 0.0
+
+    def seconds(self, role: Role, rows: Iterable[tuple[int, int]]) -> float:
+        """Of a step whose rows have so many tokens to feed, and propose so many."""
+        pairs = list(rows)
+        if not pairs:
+            return 0.0
+        packed = sum(tokens for tokens, _ in pairs)
+        if role is Role.TARGET:
+            return self.target_step + self.target_row * packed
+        passes = max(1, *(proposed for _, proposed in pairs))
+        return self.draft_pass * passes + self.draft_row * packed
+
 
 _PACE = Pace(target_step=0.01, target_row=0.00005, draft_pass=0.0005, draft_row=0.00001)
 _LATENCY_SECONDS = 0.001

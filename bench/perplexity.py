@@ -1,10 +1,10 @@
 """The perplexity of a text by a model, as llama.cpp's program llama-perplexity counts it. JSON on the last line.
 
-    python -m bench.perplexity MODEL TEXT [--quantization int8] [--kv-cache-dtype int8] [--llama FOLDER]
+    python -m bench.perplexity MODEL TEXT [--quantization int8] [--kv-cache-dtype int8]
+    llama-perplexity -m FILE.gguf -f TEXT -c 512
 
 The text is cut into chunks of 512 tokens; of each, the second half is scored, given all tokens of the chunk before.
-MODEL is a folder or a GGUF file. With --llama, the folder of llama.cpp's programs, the same file and text are given to
-llama-perplexity, which wants a GGUF file.
+MODEL is a folder or a GGUF file.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
+from deploy.progress import say
 from engine.kv.pages import PageTable
 from engine.models.fetching import fetch_model
 from engine.models.loading import load_target_engine
@@ -36,11 +31,11 @@ CHUNK = 512
 _FED = 128
 
 
-def perplexity(engine: TargetEngine, tokens: list[int], console: Console) -> dict[str, float]:
+def perplexity(engine: TargetEngine, tokens: list[int]) -> dict[str, float]:
     """Of the whole chunks among `tokens`."""
     scores: list[float] = []
     starts = range(0, len(tokens) - CHUNK + 1, CHUNK)
-    for start in track(starts, "scoring", console=console):
+    for start in starts:
         scores += _scores(engine, tokens[start : start + CHUNK])
     return {"tokens": len(starts) * CHUNK, "scored": len(scores), "perplexity": math.exp(-sum(scores) / len(scores))}
 
@@ -58,17 +53,6 @@ def _scores(engine: TargetEngine, chunk: list[int]) -> list[float]:
     return found
 
 
-def by_llama_cpp(file: Path, text: Path, folder: Path, threads: int) -> float:
-    command = [str(folder / "llama-perplexity"), "-m", str(file), "-f", str(text), "-c", str(CHUNK), "-t", str(threads)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"LD_LIBRARY_PATH": str(folder)}
-    )
-    found = re.search(r"Final estimate: PPL = ([0-9.]+)", ran.stdout + ran.stderr)
-    if found is None:
-        raise SystemExit(f"llama-perplexity named no perplexity: {ran.stdout[-500:]}")
-    return float(found[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -76,12 +60,10 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--llama", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
-    console = Console(stderr=True)
 
     def progress(message: str, _: float | None) -> None:
-        console.print(message, highlight=False)
+        say(message)
 
     folder = str(fetch_model(resolve_model(str(asked.model), Role.TARGET), progress))
     settings = EngineSettings(
@@ -94,10 +76,7 @@ def main() -> None:
     )
     engine = load_target_engine(settings, progress)
     tokens = ModelTokenizer(Path(folder)).encode(asked.text.read_text(encoding="utf-8"))
-    found = {"quantization": engine.description.quantization, **perplexity(engine, tokens, console)}
-    if asked.llama is not None:
-        found["llama.cpp"] = by_llama_cpp(asked.model, asked.text, asked.llama, asked.threads)
-    print(json.dumps(found))
+    print(json.dumps({"quantization": engine.description.quantization, **perplexity(engine, tokens)}))
 
 
 if __name__ == "__main__":

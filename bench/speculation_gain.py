@@ -1,11 +1,9 @@
 """How much faster a draft makes decoding on this CPU, by target size, batch and agreement. JSON on the last line.
 
     python -m bench.record speculation_gain -- python -m bench.speculation_gain
-    python -m bench.speculation_gain --plot bench/results/speculation_gain.json docs/figures/speculation_gain.svg
 
 Targets of four sizes in 4 bits, each with a draft of a tenth of its weights in 8 bits, random weights that agree as
-often as is asked for (bench/gpu/pair.py). Engines alone, greedy; each draft length has turns with plain decoding. The
-plot wants matplotlib.
+often as is asked for (bench/gpu/pair.py). Engines alone, greedy; each draft length has turns with plain decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import gc
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -83,36 +80,13 @@ def _gains(
     return statistics.median(rates[0]), {length: statistics.median(found) for length, found in ratios.items()}
 
 
-def plot(results: Path, image: Path) -> None:
-    from matplotlib import pyplot
-
-    lines = json.loads(results.read_text(encoding="utf-8"))["result"]["lines"]
-    figure, axes = pyplot.subplots(1, len(AGREEMENTS), figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, agreement in zip(axes, AGREEMENTS, strict=True):
-        for model in MODELS:
-            chosen = [line for line in lines if line["model"] == model and line["agreement"] == agreement]
-            axis.plot([line["batch"] for line in chosen], [line["gain"] for line in chosen], marker="o", label=model)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
-        axis.set_xlabel("batch")
-        axis.set_title(f"agreement {agreement}")
-    axes[0].set_ylabel("tokens a second, times plain")
-    axes[0].legend(frameon=False)
-    figure.savefig(image)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=MODELS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=12, help="rounds of each turn")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULTS", "IMAGE"), help="draw instead of measuring")
     asked = parser.parse_args()
-    if asked.plot:
-        plot(*asked.plot)
-        return
     console, lines = Console(stderr=True), []
     for model in asked.models:
         lines += measure(model, asked.threads, asked.tokens, asked.turns, console)

@@ -1,12 +1,12 @@
 """How much of a GPU's speed is left once the scheduler, gRPC and the workers' own Python have had their part.
 
     python -m bench.control_plane --batch 1 8 64 256
-    python -m bench.control_plane --batch 1 8 64 --drafting --json
+    python -m bench.control_plane --batch 1 8 64 --drafting
 
 Real processes and real gRPC: a scheduler, one target, one draft with `--drafting`, and this process as the gateway.
 Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
-on an H100 (bench/pace.py). The ideal is the same scheduler core with the same workers in virtual time, where nothing
-but the passes takes any.
+on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time: only the
+passes take any. The figures are JSON, on one line.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from bench.control_plane.scheduler import run_scheduler
 from bench.control_plane.worker import MAX_LENGTH
-from bench.core_speed import Load, measure
-from bench.pace import Pace
-from scheduler.config import Policy
+from bench.core_speed import Load, Pace, measure
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
@@ -60,12 +54,12 @@ class Figures:
     core_microseconds: float
 
 
-def load_of(batch: int, drafting: bool, agreement: float, policy: Policy) -> Load:
+def load_of(batch: int, drafting: bool, agreement: float) -> Load:
     return Load(
         pool=batch,
         window=batch,
         batch_size=batch,
-        policy=policy.value,
+        policy="auto",
         drafts=int(drafting),
         acceptance=agreement,
         longest_output=MAX_LENGTH // 2,
@@ -102,10 +96,8 @@ async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient
             process.join()
 
 
-async def served(load: Load, pace: Pace, seconds: float, progress: Progress) -> tuple[float, Any, Any, float]:
+async def served(load: Load, pace: Pace, seconds: float) -> tuple[float, Any, Any, float]:
     """Tokens a second, the figures of the scheduler's process before and after, and the seconds between."""
-    title = f"batch {load.batch_size}{' with drafts' if load.drafts else ''}"
-    task = progress.add_task(title, total=2 * seconds)
     counts = [0] * load.batch_size
 
     async def read(index: int, stream: RemoteStream) -> None:
@@ -118,9 +110,7 @@ async def served(load: Load, pace: Pace, seconds: float, progress: Progress) -> 
         readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
         marks = []
         for _ in range(2):  # the first half warms up
-            for _ in range(10):
-                await asyncio.sleep(seconds / 10)
-                progress.advance(task, seconds / 10)
+            await asyncio.sleep(seconds)
             scheduler.send(True)
             marks.append((await asyncio.to_thread(scheduler.recv), sum(counts), time.perf_counter()))
         for reader in readers:
@@ -131,10 +121,10 @@ async def served(load: Load, pace: Pace, seconds: float, progress: Progress) -> 
     return (more - tokens) / (ended - began), before, after, ended - began
 
 
-def compare(load: Load, pace: Pace, seconds: float, progress: Progress) -> Figures:
+def compare(load: Load, pace: Pace, seconds: float) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
-    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, seconds, progress))
+    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, seconds))
     return Figures(
         batch=load.batch_size,
         drafting=bool(load.drafts),
@@ -148,40 +138,16 @@ def compare(load: Load, pace: Pace, seconds: float, progress: Progress) -> Figur
     )
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
     parser.add_argument("--drafting", action="store_true", help="with a draft worker")
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
-    parser.add_argument("--policy", type=Policy, choices=list(Policy), default=Policy.AUTO)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, after as long a warm-up")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, on one line")
-    return parser.parse_args(arguments)
-
-
-def main() -> int:
-    asked, pace = parse(sys.argv[1:]), Pace()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        found = [
-            compare(load_of(batch, asked.drafting, asked.agreement, asked.policy), pace, asked.seconds, progress)
-            for batch in asked.batch
-        ]
-    if asked.json:
-        print(json.dumps({"pace": asdict(pace), "agreement": asked.agreement, "rows": [asdict(one) for one in found]}))
-        return 0
-    table = Table("batch", "tokens/s", "ideal", "share", "scheduler's core", "answer to step", "core, a row decision")
-    for one in found:
-        turn = "never waited" if one.turn_seconds is None else f"{1e6 * one.turn_seconds:.0f} us, {one.turns} times"
-        table.add_row(
-            str(one.batch),
-            f"{one.tokens_per_second:.0f}",
-            f"{one.ideal:.0f}",
-            f"{one.share:.3f}",
-            f"{one.scheduler_cpu:.0%}",
-            turn,
-            f"{one.core_microseconds:.1f} us",
-        )
-    Console().print(table)
+    asked, pace = parser.parse_args(), Pace()
+    loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
+    rows = [asdict(compare(load, pace, asked.seconds)) for load in loads]
+    print(json.dumps({"pace": asdict(pace), "agreement": asked.agreement, "rows": rows}))
     return 0
 
 

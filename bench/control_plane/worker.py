@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from bench.pace import Pace
+from bench.core_speed import Pace
 from engine.description import EngineDescription
 from engine.kv.pages import PagePool
 from engine.steps import (

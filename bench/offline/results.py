@@ -1,4 +1,4 @@
-"""Measurements of `spool bench offline`, their summary and its table."""
+"""Measurements of `spool bench offline`, and their summary."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from rich.table import Table
 
 from bench.offline.grid import GridPoint
 
@@ -56,6 +54,7 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         last = repeats[max(repeats)]
         summaries.append(
             {
+                "name": str(point),
                 "point": point.to_json(),
                 "repeats": len(repeats),
                 "tokens_per_second": _spread([one.tokens_per_second for one in repeats.values()]),
@@ -67,35 +66,20 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     return summaries
 
 
-def cells_table(cells: Sequence[dict[str, Any]]) -> Table:
-    """One row per cell."""
-    table = Table(title="median of the repeats (minimum to maximum)", title_justify="left")
-    for heading in ("", "batch", "draft"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens/s", "x plain", "same output", "tokens a round", "accepted", "target busy"):
-        table.add_column(heading, justify="right")
-    for cell in cells:
-        point, counts = cell["point"], cell["statistics"]
-        drafted = bool(counts and counts["drafted"])
-        table.add_row(
-            point["system"],
-            str(point["batch_size"]),
-            "" if point["draft"] is None else f"{point['draft']}, {point['draft_length']}",
-            _shown(cell["tokens_per_second"], 1),
-            _shown(cell["ratio_to_plain"], 2),
-            f"{cell['exact_match']:.1%}",
-            f"{counts['committed_per_round']:.2f}" if drafted else "",
-            f"{counts['acceptance_rate']:.0%}" if drafted else "",
-            f"{counts['target_busy_share']:.0%}" if counts else "",
-        )
-    return table
+def cell_line(cell: dict[str, Any]) -> str:
+    """A cell in words: medians of the repeats, with minimum and maximum."""
+    counts, ratio = cell["statistics"], cell["ratio_to_plain"]
+    parts = [f"{_shown(cell['tokens_per_second'], 1)} tokens/s"]
+    parts += [] if ratio is None else [f"{_shown(ratio, 2)} times plain"]
+    parts.append(f"same output {cell['exact_match']:.1%}")
+    if counts and counts["drafted"]:
+        parts.append(f"{counts['committed_per_round']:.2f} tokens a round, accepted {counts['acceptance_rate']:.0%}")
+    return f"{cell['name']}: {', '.join(parts)}"
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "minimum": min(values), "maximum": max(values)}
 
 
-def _shown(spread: dict[str, float] | None, digits: int) -> str:
-    if spread is None:
-        return ""
+def _shown(spread: dict[str, float], digits: int) -> str:
     return f"{spread['median']:.{digits}f} ({spread['minimum']:.{digits}f}-{spread['maximum']:.{digits}f})"

@@ -8,15 +8,14 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from rich.console import Console
-
+from bench.command import BenchSettings
 from bench.offline.grid import GridPoint, grid_points
-from bench.offline.options import BenchSettings
 from bench.offline.peers import PeerModels, Peers
-from bench.offline.results import Measurement, cells_table, summarise
+from bench.offline.results import Measurement, cell_line, summarise
 from bench.record import origin
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
@@ -26,14 +25,13 @@ from deploy.offline.cell import Cell, running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
 from deploy.offline.settings import SamplingSettings
-from deploy.progress import Reporter
+from deploy.progress import Reporter, say
 from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 
 _WARM_UP_TOKENS = 64
-_WIDTH = 180
 
 
 def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: SamplingSettings) -> int:
@@ -43,17 +41,13 @@ def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: Sampli
             f"temperature is {sampling.temperature}, must be 0 with --peer: others draw other random numbers"
         )
     prompts = bench_prompts(settings)
-    console = Console(file=sys.stderr)
     reporter = Reporter()
     models = prepare_models(config, reporter)
     jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
-    run = _Run(config, settings, sampling, models, jobs, reporter, console)
+    run = _Run(config, settings, sampling, models, jobs, reporter)
     run_until_interrupted(run.run())
     result = run.result()
-    # Tables are not cut to the width of a terminal where there is none.
-    wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDTH)
-    wide.print(cells_table(result["cells"]))
-    console.print(f"the result is in {settings.output}", highlight=False, markup=False)
+    say("\n".join([*map(cell_line, result["cells"]), f"the result is in {settings.output}"]))
     return 0
 
 
@@ -65,41 +59,34 @@ def bench_prompts(settings: BenchSettings) -> list[Prompt]:
     return prompts[:: max(1, len(prompts) // settings.count)][: settings.count]
 
 
+@dataclass
 class _Run:
     """Measures every cell `repeats` times."""
 
-    def __init__(
-        self,
-        config: SpoolConfig,
-        settings: BenchSettings,
-        sampling: SamplingSettings,
-        models: ReadyModels,
-        jobs: list[Job],
-        reporter: Reporter,
-        console: Console,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._sampling = sampling
-        self._models = models
-        self._jobs = jobs
-        self._reporter = reporter
-        self._console = console
-        self._origin = origin(shlex.join(["spool", *sys.argv[1:]]))
-        self._measurements: list[Measurement] = []
-        self._expected: dict[GridPoint, list[list[int]]] = {}
-        self._points = grid_points(
-            [*settings.policy, *settings.peer], settings.batch_size, config.models.draft_name, settings.draft_length
-        )
+    config: SpoolConfig
+    settings: BenchSettings
+    sampling: SamplingSettings
+    models: ReadyModels
+    jobs: list[Job]
+    reporter: Reporter
+    measurements: list[Measurement] = field(default_factory=list)
+    expected: dict[GridPoint, list[list[int]]] = field(default_factory=dict)
+    origin: dict[str, object] = field(default_factory=lambda: origin(shlex.join(["spool", *sys.argv[1:]])))
+
+    @cached_property
+    def points(self) -> list[GridPoint]:
+        settings, draft = self.settings, self.config.models.draft_name
+        systems = [*settings.policy, *settings.peer]
+        return grid_points(systems, settings.batch_size, draft, settings.draft_length)
 
     async def run(self) -> None:
-        points = self._points
+        points = self.points
         references = dict.fromkeys(point.reference for point in points if point.reference not in points)
         spool_points = [point for point in (*references, *points) if point.system.is_spool]
-        lengths = max((longest_lengths(self._jobs, self._scheduling(point)) for point in spool_points), key=sum)
+        lengths = max((longest_lengths(self.jobs, self._scheduling(point)) for point in spool_points), key=sum)
         async with AsyncExitStack() as stack:
             # Plain decoding leaves the draft idle.
-            cell = await stack.enter_async_context(running_cell(self._config, lengths, self._reporter))
+            cell = await stack.enter_async_context(running_cell(self.config, lengths, self.reporter))
             peers = self._peers()
             stack.callback(peers.stop)
             keep_loaded_objects()
@@ -109,43 +96,39 @@ class _Run:
                 await self._measure(point, repeat, cell, peers)
 
     def result(self) -> dict[str, Any]:
-        sections = {
-            "models": self._config.models,
-            "engine": self._config.engine,
-            "sampling": self._sampling,
-            "measured": self._settings,
-        }
-        return self._origin | {
-            "settings": {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in sections.items()},
-            "prompts": len(self._jobs),
-            "prompt_tokens": sum(len(job.tokens) for job in self._jobs),
-            "cells": summarise(self._measurements),
-            "measurements": [measurement.to_json() for measurement in self._measurements],
+        config = self.config
+        sections = {"models": config.models, "engine": config.engine, "sampling": self.sampling, "cells": self.settings}
+        return self.origin | {
+            "settings": {name: one.model_dump(mode="json") for name, one in sections.items()},
+            "prompts": len(self.jobs),
+            "prompt_tokens": sum(len(job.tokens) for job in self.jobs),
+            "cells": summarise(self.measurements),
+            "measurements": [measurement.to_json() for measurement in self.measurements],
         }
 
     def _rounds(self) -> Iterator[tuple[int, GridPoint]]:
         """Every other repeat runs backwards, so that neither of two neighbours is always the later one."""
-        for repeat in range(self._settings.repeats):
-            for point in self._points[:: -1 if repeat % 2 else 1]:
+        for repeat in range(self.settings.repeats):
+            for point in self.points[:: -1 if repeat % 2 else 1]:
                 yield repeat, point
 
     def _peers(self) -> Peers:
-        models = self._config.models
-        draft = fetch(models.draft_name, Role.DRAFT, self._reporter) if models.drafts_with_model else ""
+        models = self.config.models
+        draft = fetch(models.draft_name, Role.DRAFT, self.reporter) if models.drafts_with_model else ""
         return Peers(
             PeerModels(
-                target=str(self._models.target_folder),
+                target=str(self.models.target_folder),
                 draft=str(draft),
-                dtype=self._settings.peer_dtype or models.dtype,
+                dtype=self.settings.peer_dtype or models.dtype,
                 device=worker_devices(models.device, [1])[0],
-                threads=self._config.threads(Role.TARGET),
-                max_rows=max(self._settings.batch_size),
-                stop_token_ids=sorted(self._models.tokenizer.stop_token_ids),
-                prompts=[job.tokens for job in self._jobs],
-                max_tokens=[job.max_tokens for job in self._jobs],
+                threads=self.config.threads(Role.TARGET),
+                max_rows=max(self.settings.batch_size),
+                stop_token_ids=sorted(self.models.tokenizer.stop_token_ids),
+                prompts=[job.tokens for job in self.jobs],
+                max_tokens=[job.max_tokens for job in self.jobs],
             ),
-            self._config.engine.cpu_isa,
-            self._settings.vllm_python,
+            self.config.engine.cpu_isa,
+            self.settings.vllm_python,
         )
 
     async def _measure(self, point: GridPoint, repeat: int | None, cell: Cell, peers: Peers) -> None:
@@ -156,30 +139,30 @@ class _Run:
             outputs, seconds = await asyncio.to_thread(peers.measure, point)
             found = Measurement(point, 0, sum(map(len, outputs)), seconds, 0.0, [])
         if point == point.reference:
-            self._expected.setdefault(point, outputs)
+            self.expected.setdefault(point, outputs)
         if repeat is None:
             return
-        expected = self._expected[point.reference]
+        expected = self.expected[point.reference]
         different = [number for number, output in enumerate(outputs) if output != expected[number]]
         match = 1 - len(different) / len(outputs)
-        self._measurements.append(replace(found, repeat=repeat, exact_match=match, different=different))
-        self._settings.output.write_text(json.dumps(self.result(), indent=2) + "\n", encoding="utf-8")
-        self._say(f"{point}, repeat {repeat + 1}: {found.tokens_per_second:.1f} tokens/s, same output {match:.1%}")
+        self.measurements.append(replace(found, repeat=repeat, exact_match=match, different=different))
+        self.settings.output.write_text(json.dumps(self.result(), indent=2) + "\n", encoding="utf-8")
+        say(f"{point}, repeat {repeat + 1}: {found.tokens_per_second:.1f} tokens/s, same output {match:.1%}")
 
     async def _measure_spool(self, point: GridPoint, cell: Cell) -> tuple[list[list[int]], Measurement]:
-        completions = [Completion() for _ in self._jobs]
+        completions = [Completion() for _ in self.jobs]
         # The scheduler warms up too: it learns what steps cost, what is accepted and how long outputs are.
         warm_up = [
-            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in self._jobs[: 2 * point.batch_size]
+            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in self.jobs[: 2 * point.batch_size]
         ]
         plan = DecodingPlan(
             title=str(point),
             config=self._scheduling(point),
-            stop_token_ids=self._models.tokenizer.stop_token_ids,
+            stop_token_ids=self.models.tokenizer.stop_token_ids,
             drafting=point.system.drafts,
             warm_up=warm_up,
         )
-        found = await decode(cell, plan, self._jobs, self._reporter, completions.__setitem__)
+        found = await decode(cell, plan, self.jobs, self.reporter, completions.__setitem__)
         if found.workers_lost:
             raise RunError(f"a worker died while {point} was measured")
         measurement = Measurement(
@@ -196,13 +179,10 @@ class _Run:
     def _scheduling(self, point: GridPoint) -> SchedulerConfig:
         """Plain decoding is the same engine without drafts, in the batches that `auto` forms."""
         drafts = point.system.drafts
-        batches = self._settings.max_running_batches
+        batches = self.settings.max_running_batches
         sizes: dict[str, Any] = {"batch_size": point.batch_size, "draft_length": point.draft_length}
         sizes["max_running"] = None if batches is None else batches * point.batch_size
-        scheduling = self._config.scheduling.model_copy(update=sizes)
+        scheduling = self.config.scheduling.model_copy(update=sizes)
         config = scheduling.scheduler_config(drafts, policy=Policy(point.system.value) if drafts else Policy.AUTO)
         # The reference decodes one sequence at a time.
         return replace(config, max_running=1) if point == point.reference else config
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
