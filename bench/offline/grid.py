@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import Field
+
+from deploy.config.models import Dtype
+from deploy.config.section import Section, described
 
 
-class System(Enum):
+class System(StrEnum):
     """Spool's policies and other systems."""
 
     PLAIN = "plain"
@@ -37,6 +44,43 @@ class System(Enum):
         return self is not self.plain
 
 
+class BenchSettings(Section):
+    """What is measured."""
+
+    policy: Annotated[
+        list[System],
+        Field(min_length=1),
+        typer.Option(help="plain, eqspec, exspec, ragged or auto; repeat for several.", metavar="POLICY"),
+    ] = Field(default_factory=lambda: [System.PLAIN, System.AUTO])
+    peer: Annotated[
+        list[System],
+        typer.Option(help="Other systems: transformers, vllm, vllm-draft, vllm-ngram; repeat.", metavar="SYSTEM"),
+    ] = Field(default_factory=list)
+    vllm_python: Path | None = described(None, "Python of an environment with vLLM.")
+    peer_dtype: Dtype | None = described(None, "dtype of other systems. Unset: as for Spool.")
+    batch_size: list[int] = described([1, 8], "Rows of one batch; repeat for several.", min_length=1)
+    draft_length: list[int] = described([4], "Tokens proposed per round; repeat for several.", min_length=1)
+    max_running_batches: int | None = described(
+        None, "Batches of sequences worked on at a time. Unset: 48 sequences or four batches.", ge=1
+    )
+    prompts: Path | None = described(None, "JSON lines as for `spool generate`. Unset: a few built-in ones.")
+    count: int | None = described(None, "Take N evenly spaced ones. Unset: all.", ge=1)
+    repeats: int = described(3, "Measurements of each cell.", ge=1, le=1000)
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the result.")] = Path(
+        "bench-offline.json"
+    )
+
+    def problems(self) -> Iterator[str]:
+        for name, systems, wanted in (("policy", self.policy, True), ("peer", self.peer, False)):
+            for system in systems:
+                if system.is_spool is not wanted:
+                    allowed = ", ".join(one.value for one in System if one.is_spool is wanted)
+                    yield f"{name} is {system.value}, must be one of {allowed}"
+        for length in self.draft_length:
+            if not 1 <= length <= 64:
+                yield f"draft_length is {length}, must be between 1 and 64"
+
+
 @dataclass(frozen=True, slots=True)
 class GridPoint:
     """One cell of the grid. `draft` is None and `draft_length` 0 for plain decoding."""
@@ -45,9 +89,6 @@ class GridPoint:
     batch_size: int
     draft: str | None = None
     draft_length: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"system": self.system.value}
 
     def __str__(self) -> str:
         draft = "" if self.draft is None else f", {self.draft} x {self.draft_length}"

@@ -15,7 +15,8 @@ class Measurement:
     """One cell, measured once.
 
     `different` has the numbers of the prompts whose output differs from that of batch-1 plain decoding by the same
-    software; `exact_match` is the share of the other prompts. `statistics` are the scheduler's, empty for peers.
+    software; `exact_match` is the share of the other prompts, `like_spool` that of those whose output is the one of
+    Spool's batch-1 plain decoding. `statistics` are the scheduler's, empty for peers.
     """
 
     point: GridPoint
@@ -24,6 +25,7 @@ class Measurement:
     seconds: float
     exact_match: float
     different: list[int]
+    like_spool: float = 0.0
     statistics: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -31,7 +33,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"point": self.point.to_json(), "tokens_per_second": self.tokens_per_second}
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
 def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -55,11 +57,12 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         summaries.append(
             {
                 "name": str(point),
-                "point": point.to_json(),
+                "point": asdict(point),
                 "repeats": len(repeats),
                 "tokens_per_second": _spread([one.tokens_per_second for one in repeats.values()]),
                 "ratio_to_plain": _spread(ratios) if ratios else None,
                 "exact_match": min(one.exact_match for one in repeats.values()),
+                "like_spool": min(one.like_spool for one in repeats.values()),
                 "statistics": last.statistics,
             }
         )

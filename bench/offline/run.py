@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import eq
 from typing import Any
 
-from bench.command import BenchSettings
-from bench.offline.grid import GridPoint, grid_points
+from bench.offline.grid import BenchSettings, GridPoint, grid_points
 from bench.offline.peers import PeerModels, Peers
 from bench.offline.results import Measurement, cell_line, summarise
 from bench.record import origin
@@ -142,10 +142,11 @@ class _Run:
             self.expected.setdefault(point, outputs)
         if repeat is None:
             return
-        expected = self.expected[point.reference]
+        expected, plain = self.expected[point.reference], self.expected[point.baseline.reference]
         different = [number for number, output in enumerate(outputs) if output != expected[number]]
-        match = 1 - len(different) / len(outputs)
-        self.measurements.append(replace(found, repeat=repeat, exact_match=match, different=different))
+        match, like = 1 - len(different) / len(outputs), sum(map(eq, outputs, plain)) / len(outputs)
+        found = replace(found, repeat=repeat, exact_match=match, different=different, like_spool=like)
+        self.measurements.append(found)
         self.settings.output.write_text(json.dumps(self.result(), indent=2) + "\n", encoding="utf-8")
         say(f"{point}, repeat {repeat + 1}: {found.tokens_per_second:.1f} tokens/s, same output {match:.1%}")
 

@@ -8,7 +8,7 @@ so that `--help` is quick.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -68,10 +68,6 @@ def verify_command(
         list[Policy] | None,
         typer.Option(help="How verify batches are formed; repeat for several.", show_default="auto"),
     ] = None,
-    reference: Annotated[
-        Literal["generate"] | None,
-        typer.Option(help="`generate` also compares with transformers' own model.generate."),
-    ] = None,
 ) -> int:
     """Checks that speculation gives what plain decoding gives, token for token and logit for logit.
 
@@ -80,7 +76,7 @@ def verify_command(
     config = configured(given, compares=True)
     from deploy.offline.verify import verify
 
-    return verify(config, sampling, inputs, policy or [Policy.AUTO], reference)
+    return verify(config, sampling, inputs, policy or [Policy.AUTO])
 
 
 @takes_options()

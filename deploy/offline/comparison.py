@@ -17,8 +17,7 @@ _CONTEXT_TOKENS = 16
 class Divergence:
     """The first place where a sequence differs, with what was expected and found there in words.
 
-    `position` counts output tokens from 0. `logits_margin` is by how much the reference's logit led the next one,
-    where that is known: differences at small margins are rounding.
+    `position` counts output tokens from 0.
     """
 
     index: int
@@ -26,12 +25,10 @@ class Divergence:
     context: str
     expected: str
     found: str
-    logits_margin: float | None = None
 
     def __str__(self) -> str:
-        margin = "" if self.logits_margin is None else f"; the reference's logit led by {self.logits_margin:.4g}"
         place = f"prompt {self.index}, output token {self.position}, after {self.context!r}"
-        return f"{place}: expected {self.expected}, found {self.found}{margin}"
+        return f"{place}: expected {self.expected}, found {self.found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +63,12 @@ def compare(
     expected: Sequence[Completion],
     found: Sequence[Completion],
     tokenizer: ModelTokenizer,
-    margins: Sequence[Sequence[float]] = (),
 ) -> Comparison:
-    """All three in one order. `margins` holds for each expected token its lead over the next one, if known."""
+    """All three in one order."""
     equal_sequences = compared = equal_logits = 0
     first: Divergence | None = None
     unequal: tuple[int, int] | None = None
-    for number, (job, right, other) in enumerate(zip(jobs, expected, found, strict=True)):
+    for job, right, other in zip(jobs, expected, found, strict=True):
         place = _first_difference(right.tokens, other.tokens)
         end = len(right.tokens) if place is None else place + 1
         same = [one == two for one, two in zip(right.logits_digests[:end], other.logits_digests[:end], strict=False)]
@@ -82,8 +78,7 @@ def compare(
             unequal = (job.prompt.index, same.index(False))
         equal_sequences += place is None
         if place is not None and first is None:
-            margin = margins[number][place] if margins and place < len(margins[number]) else None
-            first = _divergence(job, right.tokens, other.tokens, place, tokenizer, margin)
+            first = _divergence(job, right.tokens, other.tokens, place, tokenizer)
     return Comparison(len(jobs), equal_sequences, compared, equal_logits, first, unequal)
 
 
@@ -100,7 +95,6 @@ def _divergence(
     found: Sequence[int],
     place: int,
     tokenizer: ModelTokenizer,
-    margin: float | None,
 ) -> Divergence:
     def text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=False)
@@ -109,4 +103,4 @@ def _divergence(
         return f"{text(tokens[place : place + 1])!r} (token {tokens[place]})" if place < len(tokens) else "the end"
 
     context = text([*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:])
-    return Divergence(job.prompt.index, place, context, named(expected), named(found), margin)
+    return Divergence(job.prompt.index, place, context, named(expected), named(found))

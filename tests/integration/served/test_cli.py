@@ -151,12 +151,12 @@ def test_a_drafting_head_has_no_replicas_and_runs_beside_whole_targets(tmp_path:
         for command in ("generate", "serve"):
             ended = spool_here(command, target, "--draft", head, option, 2, *(["--no-ray"] * (command == "serve")))
             assert ended.code == 2
-            assert reason.removeprefix("draft_replicas is 2, " if command == "serve" else "") in ended.err
+            assert reason.removeprefix("draft_replicas is 2, ") in ended.err
 
 
 def test_verify_finds_speculation_exact(folder: Path) -> None:
     policies = ("--policy", "exspec", "--policy", "auto")
-    ended = run(folder, "verify", *policies, "--reference", "generate", "--json", draft="renumbered")
+    ended = run(folder, "verify", *policies, "--json", draft="renumbered")
     assert ended.code == 0, ended.err
     summary = ended.summary
     assert summary["exact_match"] == summary["logits_bit_equal"] == 1
@@ -168,7 +168,6 @@ def test_verify_finds_speculation_exact(folder: Path) -> None:
         # AUTO may find that drafts do not pay off within so few tokens.
         assert policy == "auto" or outcome["statistics"]["accepted"] > 0
     assert "5 of 5" in ended.err
-    assert summary["generate"]["exact_match"] == 1
 
 
 def at_work(

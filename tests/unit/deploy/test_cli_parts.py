@@ -49,7 +49,7 @@ def test_equal_outputs(tokenizer: ModelTokenizer) -> None:
 def test_logits_count_up_to_the_first_different_token(tokenizer: ModelTokenizer) -> None:
     expected = [Completion([5, 6, 7, 8], [1, 2, 3, 4])]
     found = [Completion([5, 6, 9, 8], [1, 20, 30, 4])]
-    comparison = compare([job(4)], expected, found, tokenizer, margins=[[9.0, 8.0, 0.5, 7.0]])
+    comparison = compare([job(4)], expected, found, tokenizer)
     assert comparison.exact_match == 0
     # After the third token the two continue different texts.
     assert (comparison.compared_logits, comparison.equal_logits) == (3, 1)
@@ -61,7 +61,6 @@ def test_logits_count_up_to_the_first_different_token(tokenizer: ModelTokenizer)
         f"{tokenizer.decode([one])!r} (token {one})" for one in (7, 9)
     )
     assert divergence.context == tokenizer.decode([1, 2, 3, 5, 6])
-    assert divergence.logits_margin == 0.5
     assert "prompt 4, output token 2, after" in str(divergence)
 
 
