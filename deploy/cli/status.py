@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
 from deploy.assembly.plain_message import plain_message
 from deploy.cluster.client import application_state, connected, scheduler_statuses, stop_application
@@ -33,19 +31,15 @@ def status(app_name: str, json_output: bool) -> int:
         summary = {"application": app_name, "model": served.model, "addresses": addresses}
         print(json.dumps(summary | application | {"cells": cells}), flush=True)
         return 0
-    console = Console()
-    console.print(f"{app_name}: {application['status']}, {served.model} at {served.http_url}", highlight=False)
+    print(f"{app_name}: {application['status']}, {served.model} at {served.http_url}")
     for name, deployment in application["deployments"].items():
         replicas = ", ".join(f"{count} {state.lower()}" for state, count in deployment["replicas"].items())
-        console.print(f"{name}: {deployment['status'].lower()}, replicas: {replicas or 'none'}", highlight=False)
+        print(f"{name}: {deployment['status'].lower()}, replicas: {replicas or 'none'}")
     for number, cell in enumerate(cells, 1):
         if len(cells) > 1:
-            console.rule(f"cell {number}", align="left")
-        if cell is None:
-            console.print("the scheduler does not answer")
-        else:
-            console.print(_workers(cell))
-            console.print(_figures(cell))
+            print(f"cell {number}")
+        for line in ["the scheduler does not answer"] if cell is None else _lines(cell):
+            print(f"  {line}")
     return 0
 
 
@@ -103,39 +97,25 @@ def is_there(served: Served, state: StateFolder) -> bool:
     return served.process_id is None or state.is_alive(served.app_name)
 
 
-def _workers(scheduler: Mapping[str, Any]) -> Table:
-    table = Table(
-        "worker", "state", "device", "quantization", "sequences", "pages in use", title="workers", title_justify="left"
-    )
+def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
+    """Of each worker, and of the scheduler."""
     for worker in scheduler["workers"]:
         state = _short(worker["state"], "WORKER_STATE_")
         used = worker["total_pages"] - worker["free_pages"]
-        state = f"{state}: {worker['reason']}" if worker["reason"] else state
-        pages = f"{used} of {worker['total_pages']}" if worker["total_pages"] else ""
-        what = (worker["device"], worker["quantization"], str(worker["sequences"]), pages)
-        table.add_row(worker["worker_id"], state, *what)
-    return table
-
-
-def _figures(scheduler: Mapping[str, Any]) -> Table:
+        parts = [f"{state}: {worker['reason']}" if worker["reason"] else state, worker["device"]]
+        parts += [worker["quantization"], f"{worker['sequences']} sequences"]
+        parts.append(f"{used} of {worker['total_pages']} pages in use" if worker["total_pages"] else "")
+        yield f"{worker['worker_id']}: {', '.join(filter(None, parts))}"
     live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
-    rows = [
-        ("state", _short(scheduler["state"], "SCHEDULER_STATE_")),
-        ("gateways", str(scheduler["sessions"])),
-        ("sequences", f"{live_set['live']}, {live_set['waiting']} of them waiting"),
-        ("running", f"{live_set['running']} of at most {live_set['max_running']}"),
-        ("groups", f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"),
-        ("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"),
-    ]
-    rows.append(("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens"))
-    rows.append(("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed"))
-    rows += [("drafting", choice["explanation"]) for choice in scheduler["drafting"]]
+    yield f"scheduler: {_short(scheduler['state'], 'SCHEDULER_STATE_')}, {scheduler['sessions']} gateways"
+    yield f"sequences: {live_set['live']}, {live_set['waiting']} waiting, {live_set['max_running']} may run at a time"
+    yield f"groups: {groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
+    yield f"tokens: {throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"
+    yield f"accepted: {throughput['acceptance_rate']:.1%} of the drafted tokens"
+    yield f"ended: {throughput['finished']} sequences finished, {throughput['failed']} failed"
+    yield from (f"drafting: {choice['explanation']}" for choice in scheduler["drafting"])
     if scheduler["replicas"] is not None:
-        rows.append(("autoscaling", scheduler["replicas"]["explanation"]))
-    table = Table(title="scheduler", show_header=False, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        yield f"autoscaling: {scheduler['replicas']['explanation']}"
 
 
 def _short(name: str, prefix: str) -> str:
