@@ -197,7 +197,7 @@ def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
     assert (one.sampling.seed, two.sampling.seed) == (5, 6)
     assert (defaults.sampling.temperature, defaults.sampling.top_k, defaults.sampling.min_p) == (0.5, 40, 0)
     assert (defaults.max_tokens, defaults.top_logprobs, defaults.draft_length) == (16, None, None)
-    assert defaults.deadline_seconds == pytest.approx(settings.limits.timeout_seconds, abs=5)
+    assert defaults.deadline_seconds == pytest.approx(settings.default_timeout_seconds, abs=5)
     assert (openais.sampling.temperature, openais.draft_length) == (1, 0)
 
 
