@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,31 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
         channel.close()
 
 
+def test_clients_that_go_away_leave_nothing(served: Served) -> None:
+    """Serve's proxies must tell the gateways of it."""
+    asked = cases(60, max_tokens=300)
+    rng = random.Random(1)
+
+    async def run() -> None:
+        async with streaming(served.application) as client, watching(served.application) as watcher:
+            loop = asyncio.get_running_loop()
+            calls = [
+                asyncio.create_task(client.ask(case, protocol))
+                for case, protocol in zip(asked, cycle(Protocol), strict=False)
+            ]
+            for call in calls:
+                loop.call_later(rng.uniform(0, 1.5), call.cancel)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(one, asyncio.CancelledError) for one in outcomes) > len(asked) / 2
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    before = served.cluster.scheduler()["throughput"]["tokens"]
+    asyncio.run(run())
+    after = served.cluster.scheduler()["throughput"]["tokens"]
+    # Not because all has been computed.
+    assert after - before < sum(case.max_tokens for case in asked) / 2
+
+
 def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dict[Case, Answer]) -> None:
     before = served.cluster.scheduler()["scheduler_epoch"]
 
@@ -238,4 +264,18 @@ async def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
         assert faults_of(load.records, expected) == []
         assert all("a target worker was lost while it computed this sequence" in one.error for one in poisons)
         assert 0 < served.application.workers_lost() - before <= 2 * len(poisons)
+        await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+
+@pytest.mark.long
+async def test_overload_is_refused_and_leaves_nothing(served: Served, expected: dict[Case, Answer]) -> None:
+    """Over each protocol, more requests at once than may run and wait."""
+    async with streaming(served.application) as client, watching(served.application) as watcher:
+        asked = list(islice(cycle(expected), 2 * (STREAMS + QUEUE)))
+        # One after the other: requests over HTTP take longer to arrive, so that those over gRPC find room before.
+        for protocol in Protocol:
+            records = await asyncio.gather(*(client.ask(case, protocol) for case in asked))
+            assert faults_of(records, expected) == []
+            assert any(record.refused for record in records)
+            assert sum(record.answered for record in records) >= STREAMS
         await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
