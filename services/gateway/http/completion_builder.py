@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,11 +50,6 @@ class _Whole:
     offsets: list[int] = field(default_factory=list)
     last: Piece | None = None
 
-    @property
-    def mean_logprob(self) -> float:
-        """-inf without tokens."""
-        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
-
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.tokens.extend(piece.tokens)
@@ -90,8 +84,8 @@ async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
 
 class CompletionBuilder:
     """For /v1/completions. `logprobs` and `prompt_logprobs` are what the client asked for, `echo` whether the log
-    probabilities are to begin with those of the prompt, `best` how many choices of each prompt are returned: all of
-    them unless given, and `token_ids` whether the ids of tokens are among what is returned."""
+    probabilities are to begin with those of the prompt, and `token_ids` whether the ids of tokens are among what is
+    returned."""
 
     def __init__(
         self,
@@ -100,7 +94,6 @@ class CompletionBuilder:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         echo: bool = False,
-        best: int | None = None,
         token_ids: bool = False,
     ) -> None:
         self._completion = completion
@@ -109,34 +102,19 @@ class CompletionBuilder:
         self._prompt_logprobs = prompt_logprobs
         # Choices whose log probabilities are still to begin with the prompt's.
         self._echoes = {choice.index for choice in completion.choices} if echo else set()
-        self._best = best
         self._token_ids = token_ids
         # Choices that have not shown the ids of their prompt yet.
         self._unshown = {choice.index for choice in completion.choices}
         self._id = f"cmpl-{completion.request_id}"
 
     async def whole(self) -> CompletionShape:
-        choices = [
-            self._choice(number, whole, last)
-            for number, (whole, last) in enumerate(self._picked(await _wholes(self._completion)))
-        ]
-        shape = self._chunk(*choices)
+        shape = self._chunk(*[self._choice(whole, last) for whole, last in await _wholes(self._completion)])
         shape.usage = usage_shape(self._completion.usage())
         return shape
 
-    def _picked(self, wholes: list[tuple[_Whole, Piece]]) -> list[tuple[_Whole, Piece]]:
-        """The best choices of each prompt, the best first; of equal ones that with the smaller seed."""
-        if self._best is None:
-            return wholes
-        picked = []
-        for start in range(0, len(wholes), self._completion.n):
-            ranked = sorted(wholes[start : start + self._completion.n], key=lambda one: -one[0].mean_logprob)
-            picked.extend(ranked[: self._best])
-        return picked
-
-    def _choice(self, number: int, whole: _Whole, last: Piece) -> CompletionChoice:
+    def _choice(self, whole: _Whole, last: Piece) -> CompletionChoice:
         choice = CompletionChoice(
-            index=number,
+            index=last.index,
             text="".join(whole.text),
             logprobs=self._logprobs_of(last.index, whole.prompt_logprobs, whole.logprobs, whole.offsets),
             finish_reason=last.finish_reason,

@@ -78,11 +78,10 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, body.prompt, options)
-        best = (body.n or 1) if body.picks_best else None
         echo = bool(body.echo)
         ids = bool(body.return_token_ids)
         names = numbers if body.return_tokens_as_token_ids else strings
-        builder = CompletionBuilder(completion, names, body.logprobs, body.prompt_logprobs, echo, best, ids)
+        builder = CompletionBuilder(completion, names, body.logprobs, body.prompt_logprobs, echo, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)

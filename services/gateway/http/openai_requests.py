@@ -7,7 +7,6 @@ checked here; ranges are checked in services.gateway.options, for both APIs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -69,47 +68,32 @@ class UsageEvents(Enum):
     ALL = "all"
 
 
-# Known fields that are not supported, with the values that have no effect.
+# Fields that are not supported, with the values that have no effect; null has none for any field.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
+    "best_of": (1,),
     "documents": ([],),
     "early_stopping": (False,),
-    "ec_transfer_params": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "repetition_detection": (),
     "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 _UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
     "add_special_tokens": (True,),
-    "prompt_embeds": (),
     "suffix": ("",),
 }
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
     "add_special_tokens": (False,),
-    "best_of": (1,),
-    "chat_template": (),
     "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "moderation": (),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
     "reasoning_effort": ("none",),
-    "thinking_token_budget": (),
     "verbosity": ("medium",),
 }
 # Fields that have another name here.
@@ -265,30 +249,14 @@ class CompletionBody(_Generation):
     logprobs: WholeNumber | None = None
     """Log probabilities of the output's tokens, of the prompt's too with `echo`, and of this many likeliest tokens
     beside each."""
-    best_of: WholeNumber | None = None
-    """Makes this many choices for each prompt and returns the n best: those whose tokens have the highest log
-    probability on average; not with `stream`. At least n."""
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, body: Any) -> Any:
         return _refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
 
-    @model_validator(mode="after")
-    def _check(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            limit = f"at least n, which is {shown(self.n or 1)}"
-            raise wrong(f"best_of is {shown(self.best_of)}, must be {limit}", "best_of")
-        if self.picks_best and self.stream:
-            raise wrong(f"best_of is {shown(self.best_of)} with stream, must equal n then", "best_of")
-        return self
-
-    @property
-    def picks_best(self) -> bool:
-        return self.best_of is not None and self.best_of > (self.n or 1)
-
     def options(self, timeout_seconds: float | None) -> GenerationOptions:
-        options = self._options(
+        return self._options(
             {"top_logprobs": "logprobs"},
             max_tokens=self.max_tokens,
             echo=bool(self.echo),
@@ -296,10 +264,6 @@ class CompletionBody(_Generation):
             prompt_logprobs=self._prompt_logprobs(),
             timeout_seconds=timeout_seconds,
         )
-        if not self.picks_best or self.best_of is None:
-            return options
-        names = {**options.names, "n": "best_of"}
-        return replace(options, n=self.best_of, top_logprobs=self.logprobs or 0, names=names)
 
     def _prompt_logprobs(self) -> int | None:
         """An echo has as many as it shows beside its own tokens."""

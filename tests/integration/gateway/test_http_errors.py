@@ -70,8 +70,6 @@ BAD_COMPLETIONS: Bad = [
     ({"logprobs": 21}, "logprobs", "logprobs is 21, must be between 0 and 20"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21, must be between 0 and 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
-    ({"best_of": 1, "n": 2}, "best_of", "best_of is 1, must be at least n, which is 2"),
-    ({"best_of": 3, "stream": True}, "best_of", "best_of is 3 with stream, must equal n"),
     ({"bad_words": "b"}, "bad_words", "bad_words is 'b', must be a valid list"),
     ({"bad_words": ["b", ""]}, "bad_words", r"bad_words\[1\] has 0 characters"),
     ({"bad_words": [" "]}, "bad_words", "bad_words holds ' ', which makes no token"),

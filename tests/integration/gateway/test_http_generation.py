@@ -78,7 +78,7 @@ def test_usage_in_every_event(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("max_tokens", "fields"),
-    [(0, {"echo": True, "logprobs": 0}), (1, {}), (7, {"n": 2}), (7, {"best_of": 2}), (1, {"echo": True, "n": 2})],
+    [(0, {"echo": True, "logprobs": 0}), (1, {}), (7, {"n": 2}), (1, {"echo": True, "n": 2})],
 )
 def test_prompt_and_max_tokens_may_fill_the_whole_context(
     gateways: Gateways, http: httpx.Client, max_tokens: int, fields: dict[str, Any]
@@ -88,10 +88,9 @@ def test_prompt_and_max_tokens_may_fill_the_whole_context(
     echoed = gateways.tokenizer.decode(prompt) if "echo" in fields else ""
     text = echoed + (expected_text(gateways, prompt, max_tokens) if max_tokens else "")
     assert [choice["text"] for choice in completion(http, **asked)["choices"]] == [text] * fields.get("n", 1)
-    if "best_of" not in fields:
-        *events, _ = streamed(http, **asked)
-        first = [choice["text"] for event in events for choice in event["choices"] if not choice["index"]]
-        assert "".join(first) == text
+    *events, _ = streamed(http, **asked)
+    first = [choice["text"] for event in events for choice in event["choices"] if not choice["index"]]
+    assert "".join(first) == text
     refused = http.post("/v1/completions", json=asked | {"prompt": [*prompt, 1]})
     assert refused.status_code == 400
     assert f"max_tokens of {max_tokens} makes {MAX_LENGTH + 1}" in error_of(refused)
@@ -126,17 +125,6 @@ def test_ids_of_the_tokens_of_prompts(gateways: Gateways, http: httpx.Client, ch
     events = streamed(http, route, **body)
     parts = events if chat else [choice for event in events for choice in event["choices"]]
     assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [prompt] * len(holders)
-
-
-def test_the_best_of_several_choices(gateways: Gateways, http: httpx.Client) -> None:
-    """All choices of the stand-in are alike: those with the smaller seeds are returned, and all are counted."""
-    done = completion(http, prompt=["one", PROMPT], max_tokens=5, best_of=4, n=2)
-    assert [(choice["index"], choice["text"]) for choice in done["choices"]] == [
-        (index, expected_text(gateways, encoded(gateways, text), 5))
-        for index, text in enumerate(("one", "one", PROMPT, PROMPT))
-    ]
-    assert [choice["logprobs"] for choice in done["choices"]] == [None] * 4
-    assert done["usage"]["completion_tokens"] == 2 * 4 * 5
 
 
 def test_parts_of_text(gateways: Gateways, client: openai.OpenAI) -> None:
