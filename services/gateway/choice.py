@@ -21,17 +21,16 @@ class Piece:
     """Text of a choice that has become certain, and the tokens that are delivered with this text.
 
     A token is delivered with the first text that is certain after it. `offsets` say how many whole characters of the
-    choice's text come before each token, `end` how many before the next one; `logprobs` is empty unless the client
-    asked for log probabilities. Where the client asked for those of the prompt, the first piece has them, of every
-    token of the prompt but the first. The last piece of a choice has `finish_reason` "stop" or "length"; its
-    `stop_reason` is the stop string, the id of the stop token, or None for the model's own end.
+    choice's text come before each token; `logprobs` is empty unless the client asked for log probabilities. Where the
+    client asked for those of the prompt, the first piece has them, of every token of the prompt but the first. The last
+    piece of a choice has `finish_reason` "stop" or "length"; its `stop_reason` is the stop string, the id of the stop
+    token, or None for the model's own end.
     """
 
     index: int
     text: str
     tokens: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
-    end: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: EndReason | None = None
@@ -179,7 +178,6 @@ class Choice:
             "".join(self._text),
             tuple(self._tokens),
             tuple(self._offsets),
-            self._characters + self._decoder.held_characters,
             tuple(self._logprobs),
             tuple(self._prompt_logprobs),
             self.finish_reason,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from scheduler.messages import TokenLogprobs
 from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
-from services.gateway.answers.reader import AnswerReader
-from services.gateway.answers.reasoning import ReasoningSplitter
+from services.gateway.answers.reader import AnswerForm, AnswerReader
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion
 from services.gateway.http.completion_builder import MIN_LOGPROB, prompt_shape, usage_shape
@@ -34,79 +32,19 @@ from services.gateway.token_strings import TokenStrings
 class _ChoiceReader:
     """The deltas and log probabilities of one choice that no event has carried yet."""
 
-    def __init__(
-        self, completion: Completion, choice: int, strings: TokenStrings, include_reasoning: bool, logprobs: bool
-    ) -> None:
-        self._choice = completion.choices[choice]
-        self._strings = strings
-        self._logprobs = logprobs
-        self._reader = AnswerReader(completion.form)
+    def __init__(self, form: AnswerForm, include_reasoning: bool) -> None:
+        self._reader = AnswerReader(form)
         self._include_reasoning = include_reasoning
-        self._tokens: deque[tuple[TokenLogprobs, int, int]] = deque()
-        """With the places where their text begins and ends."""
-        self._read = 0
-        self._splitter = ReasoningSplitter(completion.form.reasoning)
-        self._begin: int | None = None
-        """The place where the content begins."""
-        self._content = ""
-        """Up to the first call."""
-        self._begun = 0
-        """Bytes of the next token's first character that came with tokens before."""
-        self._ended = False
+        self._logprobs: list[TokenLogprobs] = []
 
     def read(self, piece: Piece) -> list[AnswerDelta]:
-        self._ended = piece.finish_reason is not None
-        called = self._reader.called
-        deltas = self._reader.push(piece.text, self._ended)
-        if self._logprobs:
-            self._locate_content(piece, deltas, called)
+        self._logprobs += piece.logprobs
+        deltas = self._reader.push(piece.text, piece.finish_reason is not None)
         return [delta for delta in deltas if self._include_reasoning or not isinstance(delta, ReasoningDelta)]
 
-    def _locate_content(self, piece: Piece, deltas: Sequence[AnswerDelta], called: bool) -> None:
-        """`called`: whether a call had begun before this piece."""
-        self._tokens.extend(zip(piece.logprobs, piece.offsets, (*piece.offsets[1:], piece.end), strict=False))
-        self._read += len(piece.text)
-        if self._begin is None:
-            parts = self._splitter.push(piece.text) + (self._splitter.finish() if self._ended else [])
-            self._begin = next((self._read - len(one.text) for one in parts if isinstance(one, ContentDelta)), None)
-        for delta in deltas:
-            called = called or isinstance(delta, CallDelta)
-            if isinstance(delta, ContentDelta) and not called:
-                self._content += delta.text
-
-    def take_logprobs(self) -> list[tuple[TokenLogprobs, list[int] | None]]:
-        """Those of which it is certain what of their tokens is content, each with its bytes in the content."""
-        taken = []
-        while self._tokens:
-            entry, start, end = self._tokens[0]
-            if not self._ended and max(start + 1, end) > self._certain:
-                break
-            taken.append((entry, self._bytes(entry.token_id, start, end)))
-            self._tokens.popleft()
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        taken, self._logprobs = self._logprobs, []
         return taken
-
-    @property
-    def _certain(self) -> int:
-        """The place before which it is certain what is content. Content after a call is not told apart from calls."""
-        if self._begin is None or self._reader.called:
-            return self._read
-        return self._begin + len(self._content)
-
-    def _bytes(self, token: int, start: int, end: int) -> list[int] | None:
-        string = self._strings.of(token)
-        if self._begin is None or not self._choice.shows(token, string.special):
-            return None
-        last = self._begin + len(self._content)
-        text = self._content[max(start - self._begin, 0) : max(end - self._begin, 0)]
-        whole, data = text.encode(), string.data
-        complete = self._ended or self._reader.called
-        if start < self._begin or end > last or (end == last and complete and "\ufffd" not in text):
-            data = whole[self._begun :]
-            if start >= self._begin and not string.data.startswith(data):
-                # The marks stand for bytes of tokens before, which make no character.
-                data = text.lstrip("\ufffd").encode()
-        self._begun = max(0, self._begun + len(data) - len(whole))
-        return [*data] or None
 
     def finish_reason(self, piece: Piece) -> ChatEndReason | None:
         # A call that a stop string has cut is not to be carried out.
@@ -135,10 +73,7 @@ class ChatBuilder:
         self._unshown: list[list[int]] = [[] for _ in completion.choices]
         """Of each choice, the ids of tokens that are not shown yet."""
         self._id = f"chatcmpl-{completion.request_id}"
-        self._readers = [
-            _ChoiceReader(completion, choice.index, strings, include_reasoning, logprobs)
-            for choice in completion.choices
-        ]
+        self._readers = [_ChoiceReader(completion.form, include_reasoning) for _ in completion.choices]
 
     async def whole(self) -> ChatCompletion:
         deltas: list[list[AnswerDelta]] = [[] for _ in self._readers]
@@ -274,16 +209,14 @@ class ChatBuilder:
     def _call_id(self, choice: int, call: int) -> str:
         return self._completion.form.call_id(self._completion.request_id, choice, call)
 
-    def _logprobs_of(
-        self, choice: int, entries: Sequence[tuple[TokenLogprobs, list[int] | None]]
-    ) -> ChatLogprobs | None:
+    def _logprobs_of(self, choice: int, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
         content = []
-        for entry, data in entries:
+        for entry in entries:
             top = [self._top(choice, token, logprob) for token, logprob in entry.top]
             own = self._top(choice, entry.token_id, entry.logprob)
-            content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=data, top_logprobs=top))
+            content.append(TokenLogprob(**dict(own), top_logprobs=top))
         return ChatLogprobs(content=content, refusal=None)
 
     def _top(self, choice: int, token: int, logprob: float) -> TopLogprob:

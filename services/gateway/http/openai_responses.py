@@ -56,8 +56,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TopLogprob(BaseModel):
-    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80. `bytes` are those that the
-    token has in the content, null for a token of reasoning, calls, stop strings or the end."""
+    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80. `bytes` are the token's own, null
+    for one that is not shown, such as the end."""
 
     token: str
     logprob: float

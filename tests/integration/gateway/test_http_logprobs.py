@@ -14,14 +14,9 @@ from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import CHAT, PROMPT, completion, encoded, expected_tokens, streamed
-from tests.integration.gateway.test_http_tools import ASK, CALL, THOUGHT, TOOLS, Open, talk
-from tests.support.chat_templates import HERMES, THINKING
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import prompt_logprobs
 from tests.support.waiting import LONG
-from tests.unit.services.test_tokenizer import byte_level
-
-__all__ = ["talk"]
 
 LONG_PROMPT = "the cat sat on the mat and the dog on the log, " * 8
 """Of more tokens than a prefill chunk."""
@@ -142,53 +137,3 @@ def test_prompt_logprobs_over_grpc(gateways: Gateways, served: Served) -> None:
     for choice in [*whole, *first]:
         assert [(one.chosen.token_id, one.chosen.logprob) for one in choice.prompt_logprobs] == expected
         assert [len(one.top) for one in choice.prompt_logprobs] == [2] * len(expected)
-
-
-@pytest.mark.parametrize(
-    ("template", "said", "request_"),
-    [
-        (HERMES, f"Well\n{CALL}", {"tools": TOOLS}),
-        (HERMES, "<tool_call> é <tool_ca", {"tools": TOOLS}),
-        (HERMES, "It is the é😀 end", {"stop": ["h"]}),
-        (HERMES, "It is é the 😀, end", {"stop": ["😀,"]}),
-        (THINKING, THOUGHT, {"tools": TOOLS}),
-    ],
-)
-def test_bytes_of_a_chats_tokens_make_up_its_content(
-    talk: Open, template: str, said: str, request_: dict[str, Any]
-) -> None:
-    """Not those of reasoning, calls and stop strings, wherever the answer ends."""
-    with talk(template) as model:
-        length = len(model.backend.tokenizer.encode(said))
-        for max_tokens in {*range(1, length, 5), length, length + 1}:
-            asked = {**request_, "max_tokens": max_tokens, "logprobs": True}
-            [choice] = model.whole(said, **asked).choices
-            assert choice.logprobs is not None
-            found = [bytes(entry.bytes or []) for entry in choice.logprobs.content or []]
-            assert b"".join(found).decode(errors="replace") == (choice.message.content or "")
-            for step in (1, 3):
-                chunks = model.chunks(said, step=step, **asked)
-                parts = [part for chunk in chunks for part in chunk.choices]
-                entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
-                assert [bytes(entry.bytes or []) for entry in entries] == found
-                # No event has more bytes than the content that a client has by then.
-                content = told = b""
-                for part in parts:
-                    content += (part.delta.content or "").encode()
-                    told += b"".join(
-                        bytes(entry.bytes or []) for entry in (part.logprobs and part.logprobs.content) or []
-                    )
-                    assert "\ufffd" in content.decode() or content.startswith(told)
-
-
-def test_a_stop_string_after_a_byte_of_no_character(talk: Open) -> None:
-    with talk(HERMES) as model:
-        # Vocabularies of bytes write F6, which begins no character, as "ö".
-        broken = byte_level().token_to_id("ö")
-        model.backend.says = [[*model.backend.tokenizer.encode("It"), broken, *model.backend.tokenizer.encode("/ end")]]
-        answer = model.client.chat.completions.create(model="speaker", messages=ASK, stop="/", logprobs=True)
-        [choice] = answer.choices
-        assert choice.message.content == "It\ufffd"
-        assert choice.logprobs is not None
-        entries = choice.logprobs.content or []
-        assert [bytes(entry.bytes or []) for entry in entries] == [b"I", b"t", b"\xf6", b""]
