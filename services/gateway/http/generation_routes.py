@@ -17,7 +17,6 @@ from services.gateway.http.chat_builder import ChatBuilder
 from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
 from services.gateway.http.event_stream import event_stream
 from services.gateway.http.openai_errors import ErrorResponse, error_body
-from services.gateway.http.openai_fields import JsonRoute
 from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
 from services.gateway.options import GenerationOptions, Prompt
@@ -48,7 +47,7 @@ RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 
 def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
-    router = APIRouter(responses=ERRORS, route_class=JsonRoute)
+    router = APIRouter(responses=ERRORS)
     numbers = TokenNumbers(engine.tokenizer)
 
     async def start(

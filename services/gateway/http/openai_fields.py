@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Coroutine
-from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -41,41 +37,6 @@ class Body(BaseModel):
             return body
         required = {name for name, field in cls.model_fields.items() if field.is_required()}
         return {name: value for name, value in body.items() if value is not None or name in required}
-
-
-class LongNumber(float):
-    """A number of a body that has more digits than a double holds."""
-
-    literal: str
-
-    def __repr__(self) -> str:
-        return self.literal
-
-
-def _number(literal: str) -> float:
-    number = float(literal)
-    if math.isfinite(number) and Decimal(repr(number)) == Decimal(literal):
-        return number
-    long = LongNumber(number)
-    long.literal = literal
-    return long
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        return json.loads(await self.body(), parse_float=_number)
-
-
-class JsonRoute(APIRoute):
-    """Tells apart numbers that the request's body has and those that a double can hold."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_exact(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_exact
 
 
 class TextPart(BaseModel):
@@ -132,23 +93,12 @@ def _json_text(value: object) -> str:
     """The text of a JSON object."""
     if not isinstance(value, dict):
         raise wrong(f"is {shown(value)}, must be an object")
-    check_numbers(value)
     return _dumped(value, ensure_ascii=True)
 
 
 def check_json(value: dict[str, Any]) -> None:
     """Raises an error for a validator to raise unless the object's text can be put into a prompt."""
     check_text(_dumped(value, ensure_ascii=False))
-
-
-def check_numbers(value: dict[str, Any]) -> None:
-    """Raises an error for a validator to raise if a number of the schema is not exact."""
-    waiting: list[Any] = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, LongNumber) and math.isfinite(one):
-            raise wrong(f"holds the number {shown(one)}, which has too many digits, it would become {float(one)}")
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
 def _dumped(value: dict[str, Any], ensure_ascii: bool) -> str:

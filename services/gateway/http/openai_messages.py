@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_numbers, check_text, wrong
+from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_text, wrong
 from services.gateway.options import ChatRole, chat_message, shown
 from services.text.chat_template import UnparsedArguments
 
@@ -18,7 +18,6 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _parameters(value: dict[str, Any]) -> dict[str, Any]:
-    check_numbers(value)
     check_json(value)
     return value
 

@@ -12,7 +12,6 @@ from protos.scheduler_pb2 import ServedModel, StatusReply
 from protos.worker_pb2 import ROLE_TARGET
 from services.gateway.completion import CompletionEngine
 from services.gateway.http.generation_routes import ERRORS
-from services.gateway.http.openai_fields import JsonRoute
 from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
 from services.gateway.http.openai_responses import (
     DetokenizeResponse,
@@ -34,7 +33,7 @@ DISTRIBUTION = "spool-serve"
 
 def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
     """Routes that need an API key, if keys are set."""
-    router = APIRouter(responses=ERRORS, route_class=JsonRoute)
+    router = APIRouter(responses=ERRORS)
     started = int(time.time())
 
     def model_shape(name: str, info: ServedModel) -> ModelShape:

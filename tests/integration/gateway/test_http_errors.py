@@ -204,29 +204,6 @@ def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: st
     refuse(http, "completions", {"prompt": "a", "structured_outputs": structure}, param, message)
 
 
-@pytest.mark.parametrize("place", ["response_format", "structured_outputs", "tools.0.function.parameters"])
-@pytest.mark.parametrize(
-    ("number", "held"), [("0.1234567890123456789", False), ("1e-400", False), ("0.1", True), ("25e-1", True)]
-)
-def test_numbers_of_schemas_keep_all_their_digits(http: httpx.Client, place: str, number: str, held: bool) -> None:
-    """Also of bodies, which a client writes as it likes."""
-    schema = f'{{"type": "object", "properties": {{"x": {{"const": {number}}}}}}}'
-    function = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
-    field = {
-        "response_format": f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}',
-        "structured_outputs": f'{{"json": {schema}}}',
-        "tools.0.function.parameters": f'[{function}], "tool_choice": "required"',
-    }[place]
-    body = f'{{"messages": {json.dumps(CHAT)}, "max_tokens": 1, "{place.partition(".")[0]}": {field}}}'
-    response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    if held:
-        assert response.status_code == 200 or "too many digits" not in error_of(response)
-        return
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith(place)
-    assert f"the number {number}, which has too many digits" in error_of(response)
-
-
 class NoTokenizer(Recorder):
     async def model(self) -> scheduler_pb2.ServedModel:
         served = scheduler_pb2.ServedModel()
