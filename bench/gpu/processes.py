@@ -101,14 +101,13 @@ def _decode(known: Sequence[int], count: int) -> Written:
 
 
 def _pages() -> list[bytes]:
-    return [_engine.kv_store.read_page(page) for page in _stream.table.pages]
+    return _engine.kv_store.read_pages(_stream.table.pages)
 
 
 def _go_on(known: Sequence[int], pages: list[bytes], count: int) -> Written:
     table = PageTable()
     _engine.pool.append(table, len(known) - 1)
-    for page, content in zip(table.pages, pages, strict=True):
-        _engine.kv_store.write_page(page, content)
+    _engine.kv_store.write_pages(table.pages, pages)
     return _written(_engine, Stream(known, table=table), count)
 
 

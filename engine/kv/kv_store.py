@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -38,14 +39,20 @@ class PageLayout:
     def page_bytes(self) -> int:
         return self.ranks * prod(self.shape) * self.element_bytes
 
+    def check(self, contents: Sequence[bytes]) -> None:
+        """Raises ValueError where one is not a page's."""
+        for data in contents:
+            if len(data) != self.page_bytes:
+                raise ValueError(f"a page of {len(data)} bytes came, must be of {self.page_bytes}")
+
 
 class KvStore(Protocol):
-    """The pages of an engine. To be called on the thread that computes."""
+    """The pages of an engine. To be called on the thread that computes; a call takes memory for all of its pages."""
 
     @property
     def layout(self) -> PageLayout: ...
 
-    def read_page(self, page: int) -> bytes: ...
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]: ...
 
-    def write_page(self, page: int, data: bytes) -> None:
-        """Raises ValueError unless `data` has as many bytes as a page."""
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        """One content for each page. Raises ValueError, before any is written, unless all are as long as a page."""

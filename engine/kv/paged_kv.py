@@ -12,6 +12,7 @@ import torch
 
 from engine.kv.groups import PageGroup, lanes_of
 from engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
+from engine.passes.device import on_device
 
 
 class LayerKv:
@@ -136,6 +137,8 @@ class PagedKv:
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
         whole = LayerKv(self.lanes * self.pages, kv_heads, page_size, head_dim, dtype, device, quantized)
         self._lanes = whole.pool.unflatten(1, (self.lanes, self.pages))
+        # [pages, lanes, 2, kv_heads, ...]
+        self._by_page = self._lanes.permute(2, 1, 0, *range(3, self._lanes.dim()))
         self.group_of = [0] * layers
         """Of each layer, the place of its group."""
         self.layers = [whole] * layers
@@ -165,17 +168,16 @@ class PagedKv:
         pages, offsets = slots // self.page_size, slots % self.page_size
         return ((pages * self._page_stride + offsets).unsqueeze(1) + self._head_offsets).flatten()
 
-    def read_page(self, page: int) -> torch.Tensor:
-        """A copy of a page, `[lanes, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
-        page_of_lanes = self._lanes[:, :, page].transpose(0, 1)
-        # From a GPU in one gather, to memory that it writes by itself.
-        pinned = self._lanes.is_cuda
-        return torch.empty(page_of_lanes.shape, dtype=self._lanes.dtype, pin_memory=pinned).copy_(page_of_lanes)
+    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of pages, `[pages, lanes, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
+        # From a GPU in one gather and one copy, to memory that it writes by itself.
+        found = self._by_page.index_select(0, on_device(pages, self._lanes.device))
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found) if found.is_cuda else found
 
-    def write_page(self, page: int, content: torch.Tensor) -> None:
-        """`content` as from `read_page`."""
-        content = content.pin_memory() if self._lanes.is_cuda else content
-        self._lanes[:, :, page] = content.to(self._lanes.device).transpose(0, 1)
+    def write_pages(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        """`content` as from `read_pages`, each page once."""
+        device = self._lanes.device
+        self._by_page.index_copy_(0, on_device(pages, device), content.to(device, non_blocking=True))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole pages, each pair from its first to its second. No page is written that is read as well."""
@@ -206,16 +208,19 @@ class PagedKvStore:
         self._pool = layer.pool
         self._written = written
 
-    def read_page(self, page: int) -> bytes:
-        return self._kv.read_page(page).view(torch.uint8).numpy().tobytes()
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        return [page.tobytes() for page in self._kv.read_pages(pages).flatten(1).view(torch.uint8).numpy()]
 
-    def write_page(self, page: int, data: bytes) -> None:
-        if len(data) != self.layout.page_bytes:
-            raise ValueError(f"a page of {len(data)} bytes came, must be of {self.layout.page_bytes}")
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._pool.dtype)
-        self._kv.write_page(page, content.view(-1, 2, *self._pool.shape[2:]))
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        self.layout.check(contents)
+        staging = torch.empty((len(pages), self.layout.page_bytes), dtype=torch.uint8, pin_memory=self._pool.is_cuda)
+        for row, data in zip(staging.numpy(), contents, strict=True):
+            row[:] = np.frombuffer(data, np.uint8)
+        shape = (len(pages), -1, 2, *self._pool.shape[2:])
+        self._kv.write_pages(pages, staging.view(self._pool.dtype).view(shape))
         if self._written is not None:
-            self._written(page)
+            for page in pages:
+                self._written(page)
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

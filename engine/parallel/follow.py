@@ -13,6 +13,7 @@ from engine.kv.groups import page_groups
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageRun, PageTable
 from engine.models.loaded_model import LoadedModel
+from engine.parallel.lead import as_tensor
 from engine.parallel.ranks import Ranks
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
@@ -47,12 +48,12 @@ def _do(order: list[Any], runner: ModelRunner, ranks: Ranks) -> None:
             runner.run([_sequence(*one) for one in sequences])
         case ["scrub", group, places, first_offset]:
             runner.kv.scrub(group, places, first_offset)
-        case ["read page", page]:
-            ranks.parts(torch.frombuffer(bytearray(store.read_page(page)), dtype=torch.uint8))
-        case ["write page", page]:
-            size = store.layout.page_bytes
-            whole = ranks.share(torch.empty(ranks.size * size, dtype=torch.uint8))
-            store.write_page(page, whole[ranks.rank * size :][:size].numpy().tobytes())
+        case ["read pages", pages]:
+            ranks.parts(as_tensor(store.read_pages(pages)))
+        case ["write pages", pages]:
+            shape = (len(pages), ranks.size, store.layout.page_bytes)
+            whole = ranks.share(torch.empty(shape, dtype=torch.uint8))
+            store.write_pages(pages, [page.tobytes() for page in whole[:, ranks.rank].numpy()])
         case _:
             raise ValueError(f"there is no order {order[0]}")
 

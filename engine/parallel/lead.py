@@ -57,17 +57,17 @@ class Lead:
         with self._together("scrub", group, [*places], first_offset):
             pass
 
-    def read_page(self, page: int, own: bytes) -> bytes:
-        """The bytes of every rank's page, one rank's after the other; `own` are those of this rank."""
-        with self._together("read page", page):
-            parts = self.ranks.parts(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        return parts.numpy().tobytes()
+    def read_pages(self, pages: Sequence[int], own: Sequence[bytes]) -> list[bytes]:
+        """The bytes of every rank's pages, of each page one rank's after the other; `own` are those of this rank."""
+        with self._together("read pages", [*pages]):
+            parts = self.ranks.parts(as_tensor(own))
+        return [page.tobytes() for page in parts.transpose(0, 1).flatten(1).numpy()]
 
-    def write_page(self, page: int, data: bytes) -> bytes:
-        """Gives every rank its part of the bytes of a page; returns this rank's."""
-        with self._together("write page", page):
-            self.ranks.share(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return data[: len(data) // self.ranks.size]
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part of the bytes of pages; returns this rank's."""
+        with self._together("write pages", [*pages]):
+            self.ranks.share(as_tensor(contents))
+        return [data[: len(data) // self.ranks.size] for data in contents]
 
     @contextmanager
     def _together(self, *order: Any) -> Iterator[None]:
@@ -87,10 +87,14 @@ class LedKvStore:
         self._own = own
         self._lead = lead
 
-    def read_page(self, page: int) -> bytes:
-        return self._lead.read_page(page, self._own.read_page(page))
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        return self._lead.read_pages(pages, self._own.read_pages(pages))
 
-    def write_page(self, page: int, data: bytes) -> None:
-        if len(data) != self.layout.page_bytes:
-            raise ValueError(f"a page of {len(data)} bytes came, must be of {self.layout.page_bytes}")
-        self._own.write_page(page, self._lead.write_page(page, data))
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        self.layout.check(contents)
+        self._own.write_pages(pages, self._lead.write_pages(pages, contents))
+
+
+def as_tensor(contents: Sequence[bytes]) -> torch.Tensor:
+    """Pages of one size, uint8 `[pages, bytes]`."""
+    return torch.frombuffer(bytearray().join(contents), dtype=torch.uint8).view(len(contents), -1)

@@ -1,4 +1,4 @@
-"""Fetches the KV of a sequence from another worker, page by page."""
+"""Fetches the KV of a sequence from another worker."""
 
 from __future__ import annotations
 

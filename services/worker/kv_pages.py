@@ -75,7 +75,7 @@ class KvTransfer:
     def read(self, request: worker_pb2.ExportKvRequest, first: int) -> list[worker_pb2.KvPage]:
         """The pages from `first` on, at most `pages_at_once`; empty past the last page. Raises KvTransferError."""
         pages = self._given(request).table.pages[first : first + self.pages_at_once]
-        contents = [self._pages().read_page(page) for page in pages]
+        contents = self._pages().read_pages(pages) if pages else []
         return [
             worker_pb2.KvPage(index=first + place, data=data, checksum=zlib.crc32(data))
             for place, data in enumerate(contents)
@@ -123,10 +123,11 @@ class KvTransfer:
         for part in parts:
             if zlib.crc32(part.data) != part.checksum:
                 raise KvTransferError("DATA_LOSS", f"page {part.index}: its checksum is not that sent")
-            try:
-                self._pages().write_page(sequence.table.pages[part.index], part.data)
-            except ValueError as error:
-                raise KvTransferError("DATA_LOSS", f"page {part.index}: {error}") from error
+        pages = [sequence.table.pages[part.index] for part in parts]
+        try:
+            self._pages().write_pages(pages, [part.data for part in parts])
+        except ValueError as error:
+            raise KvTransferError("DATA_LOSS", f"from page {parts[0].index} on: {error}") from error
 
     def adopt(self, request: worker_pb2.ImportKvRequest, sequence: WorkerSequence) -> None:
         """Makes the sequence the worker's own; all its pages have been written. Raises KvTransferError."""

@@ -150,8 +150,7 @@ def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_pat
     destination.pool.free(stale.table)
     before.step()
     destination.pool.append(after.table, before.table.length)
-    for page, other in zip(before.table.pages, after.table.pages, strict=True):
-        destination.kv_store.write_page(other, source.kv_store.read_page(page))
+    destination.kv_store.write_pages(after.table.pages, source.kv_store.read_pages(before.table.pages))
     after.known = list(before.known)
     proposals = []
     while len(after.known) < 60:

@@ -101,18 +101,18 @@ def feed(table: PageTable, tokens: list[int]) -> VerifyRow:
 
 
 def test_pages_hold_what_all_ranks_have(gang: Gang) -> None:
-    """A sequence whose page was read and written to another one goes on with the same logits."""
+    """A sequence whose pages were read and written to others goes on with the same logits."""
     engine = gang.engine
     store, pool, prompt = engine.kv_store, engine.pool, PROMPTS[4]
     table, moved = PageTable(), PageTable()
     engine.step([feed(table, prompt)], lambda: None)
     pool.append(moved, len(prompt))
-    content = store.read_page(table.pages[0])
-    store.write_page(moved.pages[0], content)
-    assert len(content) == store.layout.page_bytes
+    contents = store.read_pages(table.pages)
+    store.write_pages(moved.pages, contents)
+    assert [len(content) for content in contents] == [store.layout.page_bytes] * len(table.pages)
     assert store.layout.ranks == 2
     with pytest.raises(ValueError, match="must be of"):
-        store.write_page(moved.pages[0], content[:-1])
+        store.write_pages(moved.pages[:1], [contents[0][:-1]])
     here, there = (engine.step([feed(each, [7])], lambda: None).rows[0] for each in (table, moved))
     assert here.logits_digests == there.logits_digests != ()
     for each in (table, moved):
@@ -127,7 +127,7 @@ def test_a_row_that_is_not_finite_leaves_no_trace_on_any_rank(gang: Gang) -> Non
     pool.free(table)
     pool.append(broken, len(prompt))
     page = broken.pages[0]
-    store.write_page(page, b"\xff" * store.layout.page_bytes)
+    store.write_pages([page], [b"\xff" * store.layout.page_bytes])
     outcome = engine.step([feed(broken, [7])], lambda: None).rows[0]
     assert outcome.error == "the target's logits are not finite"
     pool.free(broken)

@@ -106,13 +106,13 @@ class TokenStore:
         self.layout = PageLayout(model_id, "int64", (1, 1, 1, page_size, 1), 8)
         self._stored = pages
 
-    def read_page(self, page: int) -> bytes:
-        return array("q", self._stored[page]).tobytes()
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        return [array("q", self._stored[page]).tobytes() for page in pages]
 
-    def write_page(self, page: int, data: bytes) -> None:
-        if len(data) != self.layout.page_bytes:
-            raise ValueError(f"{len(data)} bytes")
-        self._stored[page] = list(array("q", data))
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        self.layout.check(contents)
+        for page, data in zip(pages, contents, strict=True):
+            self._stored[page] = list(array("q", data))
 
 
 class StandInEngine:

@@ -179,11 +179,12 @@ class NumbersStore:
         self._memory = memory
         self._size = lanes * page_size
 
-    def read_page(self, page: int) -> bytes:
-        return array("q", self._memory[page * self._size : (page + 1) * self._size]).tobytes()
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        return [array("q", self._memory[page * self._size : (page + 1) * self._size]).tobytes() for page in pages]
 
-    def write_page(self, page: int, data: bytes) -> None:
-        self._memory[page * self._size : (page + 1) * self._size] = array("q", data)
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        for page, data in zip(pages, contents, strict=True):
+            self._memory[page * self._size : (page + 1) * self._size] = array("q", data)
 
 
 class PagedModel:

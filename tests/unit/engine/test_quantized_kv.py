@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.backends import AttentionRule, MatmulBackend, Span, unrestricted_form
 from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
@@ -123,21 +125,42 @@ def pool(seed: int, quantized: bool = True) -> PagedKv:
 
 
 @pytest.mark.parametrize(("quantized", "row_bytes"), [(True, DIM + 4), (False, 2 * DIM)])
-def test_a_page_moves_whole(quantized: bool, row_bytes: int) -> None:
+def test_pages_move_whole(quantized: bool, row_bytes: int) -> None:
     source, destination = pool(1, quantized), pool(9, quantized)
     before = [layer.content() for layer in destination.layers]
     giving, taking = (PagedKvStore(kv, "m", b"d") for kv in (source, destination))
     assert giving.layout == taking.layout
     assert giving.layout.dtype == ("int8" if quantized else "bfloat16")
-    page = giving.read_page(3)
-    assert len(page) == giving.layout.page_bytes == 2 * 2 * KV_HEADS * PAGE * row_bytes
-    taking.write_page(1, page)
+    pages = giving.read_pages([3, 2])
+    assert {len(page) for page in pages} == {giving.layout.page_bytes} == {2 * 2 * KV_HEADS * PAGE * row_bytes}
+    with pytest.raises(ValueError, match="must be of"):
+        taking.write_pages([3, 1], [pages[0], pages[1][:-1]])
+    taking.write_pages([1, 0], pages)
     destination.copy_pages([])
-    destination.copy_pages([(1, 4), (1, 2), (0, 3)])
+    destination.copy_pages([(1, 4), (1, 2)])
     for old, layer, given in zip(before, destination.layers, source.layers, strict=True):
         for number in range(PAGES):
-            expected = given.content()[:, 3] if number in (1, 2, 4) else old[:, number % 3]
+            expected = old[:, 3] if number == 3 else given.content()[:, 2 if number == 0 else 3]
             assert torch.equal(layer.content()[:, number], expected)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_pages_move_by_as_many_operations_as_one() -> None:
+    store, counts = PagedKvStore(pool(1), "m", b""), []
+    for pages in ([2], [4, 0, 3]):
+        with Operations() as operations:
+            store.write_pages(pages, store.read_pages(pages))
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_scrubbed_positions_are_zeros_without_a_scale() -> None:
