@@ -154,14 +154,16 @@ class Row(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ...) -> None: ...
 
 class FollowingRows(_message.Message):
-    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests")
+    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests", "draft_lengths")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_LENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_lens: _containers.RepeatedScalarFieldContainer[int]
     prefix_digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    draft_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")

@@ -93,18 +93,18 @@ class TargetPlanner:
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
         if followers and all_fit and (chosen or not target.drafted):
-            most = min(batch_size - len(chosen), room - work.decoded - work.fed)
-            group += self._add_followers(target, followers[:most], rows, work)
+            left = room - work.decoded - work.fed
+            group += self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
         shape = _describe(group, forced, waited)
         return target.send(step_id, rows, work, now, shape) if rows else None
 
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
-        samples. All that go on must, else they would be in two steps from then on where one would do."""
+        samples, and proposes. All that go on must, else they would be in two steps from then on where one would do."""
         if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        return followers if followers and self._lifecycle.stay_plain(followers) else []
+        return followers if followers and self._lifecycle.can_follow(target, followers) else []
 
     def _fitting(self, sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
         """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
@@ -147,18 +147,27 @@ class TargetPlanner:
                 sequence.draft.verifying += 1
                 sequence.draft.changed = True
 
-    def _add_followers(self, target: TargetWorker, followers: list[Sequence], rows: list[Row], work: Work) -> list[Row]:
-        """Returns the rows added. A sequence without a page for its next token waits for the answer instead: then
-        others can make room."""
+    def _add_followers(
+        self, target: TargetWorker, followers: list[Sequence], rows: list[Row], work: Work, room: int
+    ) -> list[Row]:
+        """Returns the rows added. A sequence without pages for all that its row may feed waits for the answer instead:
+        then others can make room. What it verifies counts as work once that is known."""
         added = []
         for sequence in followers:
             sequence_id, length = sequence.sequence_id, sequence.length
-            if target.reserve(target.kv[sequence_id], length + 1):
-                before = target.in_flight[sequence_id]
-                row = Row(sequence_id, length, sequence.tokens.digests[length], (), length + 1, (), 0, True, before)
+            before = target.in_flight[sequence_id]
+            most = 1 + before.draft_length
+            end = length + len(before.draft_tokens) + most
+            if most > room or end > target.spec.max_sequence_length:
+                continue
+            if target.reserve(target.kv[sequence_id], end):
+                ahead = self._lifecycle.to_propose(sequence) if target.has_head else 0
+                row = Row(sequence_id, length, sequence.tokens.digests[length], (), length + 1, (), ahead, True, before)
                 row.follows = True
                 target.in_flight[sequence_id] = row
                 added.append(row)
+                room -= most
+                work.propose(ahead)
                 work.decoded += 1
                 work.kv += length
         rows += added
@@ -210,9 +219,15 @@ def _describe(group: list[Row], forced: bool, waited: float) -> GroupFormed | No
         return None
     end, drafted, equal = group[0].end, len(group[0].draft_tokens), True
     for row in group:
-        if row.end != end or len(row.draft_tokens) != drafted:
+        if row.end != end or len(row.draft_tokens) != drafted or _follows_proposal(row):
             equal = False
     return GroupFormed(len(group), equal, forced, waited)
+
+
+def _follows_proposal(row: Row) -> bool:
+    """Whether the length of a row is not known yet."""
+    before = row.before
+    return row.follows and before is not None and bool(before.draft_tokens or before.draft_length)
 
 
 def most_promising(chances: Items[Items[float]], room: int) -> list[int]:

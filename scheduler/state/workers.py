@@ -498,12 +498,13 @@ class TargetWorker(WorkerState):
         return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
 
     def can_follow(self) -> list[Sequence]:
-        """The sequences with a row in the step that was sent last, which feeds all committed tokens and samples one."""
+        """The sequences with a row in the step that was sent last, after which the worker knows what to feed next: the
+        row feeds all committed tokens, and samples one or has the target's head propose the others."""
         last = next(reversed(self.outstanding.values()), None)
         return [
             sequence
             for row in (last.rows if last is not None else ())
-            if row.sample and not (row.draft_tokens or row.draft_length or row.abandoned)
+            if row.sample and not row.abandoned and (self.has_head or not row.draft_tokens)
             for sequence in (self.sequences[row.sequence_id],)
             if row.end == sequence.length and not sequence.suspected
         ]

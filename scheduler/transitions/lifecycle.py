@@ -13,6 +13,7 @@ from scheduler.messages import (
     KvMoved,
     MoveKv,
     Outcome,
+    Row,
     SequenceState,
     WorkerDrained,
 )
@@ -135,17 +136,28 @@ class Lifecycle:
             length = self.controller.for_round(sequence, length)
         return max(0, length)
 
-    def go_on(self, sequence: Sequence) -> None:
-        """The next round is a plain one, and its row is with the target already."""
-        sequence.planned_draft_length = sequence.requested_draft_length = 0
+    def go_on(self, sequence: Sequence, row: Row, prepared: Outcome | None) -> None:
+        """The row of the next round is with the target already, and follows: it verifies what the target's head has
+        `prepared`, if anything."""
+        if prepared is None:
+            sequence.draft_tokens, sequence.confidences = (), b""
+        else:
+            sequence.draft_tokens, sequence.confidences = prepared.draft_tokens, prepared.confidences
+        row.kv_len, row.end, row.draft_tokens = sequence.length - 1, sequence.length, sequence.draft_tokens
+        row.prefix_digest = sequence.tokens.digests[row.kv_len]
+        sequence.planned_draft_length, sequence.requested_draft_length = 0, len(sequence.draft_tokens)
         sequence.wants_draft_kv = False
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
         if sequence.state is not VERIFYING:
             change_state(sequence, VERIFYING)
 
-    def stay_plain(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether none of them drafts in its next round, as far as that is known before the present one ends."""
+    def can_follow(self, target: TargetWorker, sequences: Iterable[Sequence]) -> bool:
+        """Whether the target knows at the end of the round under way what each of them feeds in the next: no draft
+        worker proposes, as far as that is known, and no policy has a say in who is verified together."""
+        if target.has_head:
+            free = self.config.policy in (Policy.AUTO, Policy.RAGGED)
+            return free and not any(one.request.expected_output for one in sequences)
         return all(self.controller.stays_plain(one) or not self.longest_draft(one) for one in sequences)
 
     def skip_draft(self, sequence: Sequence, now: float) -> None:

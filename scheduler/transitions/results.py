@@ -57,6 +57,8 @@ class Rounds:
                 # Nor did a chunk that was sent before an answer told that the worker has KV of its tokens.
                 if not row.abandoned and (known := worker.kv[row.sequence_id].valid - row.kv_len) > 0:
                     step.work.leave_out(min(known, len(row.tokens)))
+            if worker.has_head:
+                step.work.decoded += sum(len(row.draft_tokens) for row in step.rows if row.follows)
             if self._controller.target_step(worker, step.work, event.seconds, elapsed):
                 self._lifecycle.drafting_changed(worker)
             for row in step.rows:
@@ -229,9 +231,10 @@ class Rounds:
                 self._controller.looked_for(draft, prepared is not None)
         length, later = sequence.length, target.in_flight.get(sequence_id)
         if entry.valid < length - 1:
+            target.abandon_rows(sequence_id)
             self._lifecycle.catch_up(sequence)
-        elif later is not None and not later.abandoned and later.kv_len == length - 1:
-            self._lifecycle.go_on(sequence)  # the row that follows this one is under way
+        elif later is not None and later.follows and not later.abandoned:
+            self._lifecycle.go_on(sequence, later, prepared)
         else:
             self._lifecycle.begin_round(sequence, now, prepared)
 

@@ -66,6 +66,7 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
             sequence_ids=[row.sequence_id for row in following],
             kv_lens=[row.kv_len for row in following],
             prefix_digests=[row.prefix_digest for row in following],
+            draft_lengths=[row.draft_length for row in following] if any(row.draft_length for row in following) else (),
         )
         if following
         else None,

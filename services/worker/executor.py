@@ -221,15 +221,18 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                     replies[index] = _failure(prepared.sequence.sequence_id, one_line(error))
             else:
                 timings = outcome.timings
-                for (index, prepared, row), row_outcome in zip(running, outcome.rows, strict=True):
+                for (index, prepared, _), row_outcome in zip(running, outcome.rows, strict=True):
                     failure = self._settle(prepared, row_outcome)
                     if failure is not None:
                         replies[index] = failure
-                    elif row is None and not row_outcome.logprobs:
-                        followed[index - len(request.rows)] = row_outcome.tokens[0]
-                        digests[index - len(request.rows)] = next(iter(row_outcome.logits_digests), 0)
-                    else:
+                        continue
+                    place = index - len(request.rows)
+                    more = row_outcome.logprobs or row_outcome.ahead or prepared.draft_tokens
+                    if place < 0 or more or prepared.start != request.following.kv_lens[place]:
                         replies[index] = _reply(prepared, row_outcome)
+                    else:
+                        followed[place] = row_outcome.tokens[0]
+                        digests[place] = next(iter(row_outcome.logits_digests), 0)
         ended = self._ended = self._clock()
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
@@ -288,12 +291,13 @@ class StepExecutor(ABC, Generic[SomeEngine]):
     ) -> list[tuple[int, PreparedRow, worker_pb2.Row | None]]:
         """As `_prepare`; the first of them has the place `first`."""
         running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
-        columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, strict=True)
-        for index, (sequence_id, kv_len, prefix_digest) in enumerate(columns, first):
+        lengths = following.draft_lengths or [0] * len(following.sequence_ids)
+        columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, lengths, strict=True)
+        for index, columns_of_row in enumerate(columns, first):
             try:
-                running.append((index, self._sequences.follow(sequence_id, kv_len, prefix_digest), None))
+                running.append((index, self._sequences.follow(*columns_of_row), None))
             except RowRejectedError as rejected:
-                replies[index] = _rejection(sequence_id, rejected)
+                replies[index] = _rejection(columns_of_row[0], rejected)
         return running
 
     def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply | None:
@@ -302,7 +306,8 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         try:
             if error is None and not outcome.out_of_pages:
                 sampled = outcome.tokens[-1] if outcome.tokens else None
-                self._sequences.settle(sequence, self._computed(prepared, outcome), sampled)
+                proposed = outcome.ahead[0].tokens if outcome.ahead else ()
+                self._sequences.settle(sequence, self._computed(prepared, outcome), sampled, proposed)
                 return None
             if not outcome.out_of_pages:
                 # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
@@ -374,7 +379,7 @@ def _verify_row(prepared: PreparedRow, row: worker_pb2.Row | None) -> VerifyRow:
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
         scoring=from_wire(PromptScoring, row.scoring) if row is not None and row.HasField("scoring") else None,
-        draft_length=0 if row is None else row.draft_length,
+        draft_length=prepared.draft_length,
     )
 
 

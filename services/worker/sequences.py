@@ -50,6 +50,10 @@ class WorkerSequence:
     page_keys: list[PageKey] | None = None
     sampled: int | None = None
     """What the last row has sampled, behind all of `tokens`; None where it has sampled nothing."""
+    proposed: Sequence[int] = ()
+    """What the target's head has proposed after `sampled`."""
+    fed: int = 0
+    """Where the last row's own tokens ended, which it has sampled after, and verified."""
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
 
@@ -78,14 +82,16 @@ class WorkerSequence:
 
 @dataclass(slots=True)
 class PreparedRow:
-    """A row that can run: `tokens` are to be fed from position `start` on, then the row's `draft_tokens`; `reused`
-    positions before `start` were taken over from other sequences. Without tokens there is nothing to compute."""
+    """A row that can run: `tokens` are to be fed from position `start` on, then `draft_tokens`, and `draft_length`
+    tokens proposed; `reused` positions before `start` were taken over from other sequences. Without tokens there is
+    nothing to compute."""
 
     sequence: WorkerSequence
     start: int
     tokens: Sequence[int]
     reused: int = 0
     draft_tokens: Sequence[int] = ()
+    draft_length: int = 0
 
 
 class RowRejectedError(Exception):
@@ -155,39 +161,44 @@ class WorkerSequences:
             held.truncate_tokens(start)
             most = self._engine.max_num_batched_tokens
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens)
+        return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens, row.draft_length)
 
-    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int) -> PreparedRow:
-        """As `prepare`, for a row that feeds the token which the sequence's last row has sampled.
+    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int) -> PreparedRow:
+        """As `prepare`, for a row that feeds the token which the sequence's last row has sampled, and what was proposed
+        after it. `kv_len` is where that row's own tokens must have ended.
 
         Raises RowRejectedError where that row is not here, or has sampled none or one that ends the sequence's grammar.
         """
         if self._role is Role.DRAFT:
             raise RowRejectedError(RowStatus.INVALID, "following rows are for target workers, this is a draft worker")
         held = self._sequences.get(sequence_id)
-        if held is None or held.table.length != kv_len or held.tokens.digest(kv_len) != prefix_digest:
-            raise RowRejectedError(RowStatus.VOID, "the row that it follows is not here", held)
-        token, grammar = held.sampled, held.sampling.grammar
-        if token is None or (grammar is not None and token in grammar.end_token_ids):
-            raise RowRejectedError(RowStatus.VOID, "the row that it follows has sampled no token to go on from", held)
-        if kv_len >= self._engine.max_sequence_length:
-            most = self._engine.max_sequence_length
-            error = f"the row would reach {kv_len + 1} tokens, must be at most {most}"
+        token = None if held is None else held.sampled
+        if held is None or token is None or held.fed != kv_len or held.tokens.digest(kv_len) != prefix_digest:
+            error = "the row that it follows is not here, or has sampled nothing"
+            raise RowRejectedError(RowStatus.VOID, error, held)
+        grammar = held.sampling.grammar
+        if grammar is not None and token in grammar.end_token_ids:
+            raise RowRejectedError(RowStatus.VOID, "the row that it follows has ended the sequence's grammar", held)
+        start, proposed = held.table.length, held.proposed
+        if (length := start + 1 + len(proposed)) > self._engine.max_sequence_length:
+            error = f"the row would reach {length} tokens, must be at most {self._engine.max_sequence_length}"
             raise RowRejectedError(RowStatus.INVALID, error, held)
         held.sampled = None
         fed = (token,)
         held.tokens.extend(fed)
-        return PreparedRow(held, kv_len, fed)
+        return PreparedRow(held, start, fed, 0, proposed, draft_length)
 
-    def settle(self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None) -> None:
+    def settle(
+        self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None, proposed: Sequence[int] = ()
+    ) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
-        `sampled` the one behind them.
+        `sampled` the one behind them, and its head has `proposed` more.
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
-        sequence.sampled = sampled
+        sequence.sampled, sequence.proposed = sampled, proposed
         length = sequence.table.length
-        known = committed = len(sequence.history)
+        sequence.fed = known = committed = len(sequence.history)
         if computed:
             sequence.tokens.extend(computed)
             known += len(computed)

@@ -30,10 +30,14 @@ def digest_of(tokens: Iterable[int]) -> int:
 def rows_of(request: worker_pb2.StepRequest) -> list[worker_pb2.Row]:
     """All of them: those that follow feed no tokens of their own."""
     following = request.following
-    columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, strict=True)
+    lengths = following.draft_lengths or [0] * len(following.sequence_ids)
+    columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, lengths, strict=True)
     return [
         *request.rows,
-        *(worker_pb2.Row(sequence_id=one, kv_len=kv, prefix_digest=digest, sample=True) for one, kv, digest in columns),
+        *(
+            worker_pb2.Row(sequence_id=one, kv_len=kv, prefix_digest=digest, sample=True, draft_length=length)
+            for one, kv, digest, length in columns
+        ),
     ]
 
 
@@ -56,12 +60,14 @@ def answers_of(request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> 
 class _Held:
     """The digest of each prefix of the tokens that the worker has KV of, and what was committed when it came."""
 
-    __slots__ = ("committed", "digests", "sampled")
+    __slots__ = ("committed", "digests", "proposed", "sampled")
 
     def __init__(self) -> None:
         self.digests = [EMPTY_DIGEST]
         self.sampled: list[int] = []
         """The token that the last row has sampled, for a row that follows."""
+        self.proposed: list[int] = []
+        """What was proposed after it."""
         self.committed: list[int] = []
 
 
@@ -124,13 +130,19 @@ class KvBook:
         if answer.status != worker_pb2.ROW_STATUS_VOID:
             held.sampled = []
         if follows(row) and answer.status == worker_pb2.ROW_STATUS_OK:
-            if row.kv_len != len(held.digests) - 1 or not followed:
+            kv_len = len(held.digests) - 1
+            if row.kv_len > kv_len or held.digests[row.kv_len] != row.prefix_digest or not followed:
                 return "was computed after a row that does not end there, or has sampled nothing"
-            held.sampled = list(answer.tokens[-1:])
-            return _computed(held, row, followed, answer)
+            known, row = row, worker_pb2.Row()
+            row.CopyFrom(known)
+            row.kv_len, row.prefix_digest = kv_len, held.digests[-1]
+            row.draft_tokens.extend(held.proposed)
         if answer.status == worker_pb2.ROW_STATUS_OK:
             held.sampled = list(answer.tokens[-1:]) if row.sample else []
-            return _computed(held, row, list(row.tokens), answer)
+            held.proposed = (
+                [token for _, _, proposal in outcomes_of(answer) for token in proposal] if row.sample else []
+            )
+            return _computed(held, row, list(row.tokens) or followed, answer)
         return _refused(held, row, answer)
 
 

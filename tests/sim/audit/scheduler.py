@@ -122,7 +122,7 @@ class SchedulerAudit:
             self._say(sequence, name, 0, [digest_of(()), *digests_after(digest_of(()), parameters.committed_tokens)])
         unsure = row.sequence_id in stream.unsure
         if follows(row):
-            self._check_follows(name, sequence, row, before)
+            self._check_follows(stream, name, sequence, row, before)
             return
         if before is not None and not unsure:
             digest = _digest_of(sequence, before)
@@ -157,12 +157,21 @@ class SchedulerAudit:
             self._problem(f"{name}: nobody waits for the sequence any more")
 
     def _check_follows(
-        self, name: str, sequence: CommittedTokens, row: worker_pb2.Row, before: worker_pb2.Row | None
+        self,
+        stream: _Stream,
+        name: str,
+        sequence: CommittedTokens,
+        row: worker_pb2.Row,
+        before: worker_pb2.Row | None,
     ) -> None:
-        """The row before it is in flight, and samples one token."""
-        if before is None or not before.sample or before.draft_tokens or before.draft_length:
-            self._problem(f"{name} follows none that samples one token and proposes none")
-        elif row.kv_len != before.kv_len + len(before.tokens) + follows(before):
+        """The row before it is in flight, and samples. All rows before that one are answered."""
+        if before is None or not before.sample:
+            self._problem(f"{name} follows none that samples")
+            return
+        end = before.kv_len + len(before.tokens)
+        if follows(before):
+            end = row.kv_len if row.sequence_id in stream.unsure else stream.book.kv_len(row.sequence_id) + 1
+        if row.kv_len != end:
             self._problem(f"{name} follows one that ends elsewhere than at {row.kv_len}")
         elif sequence.digests.get(row.kv_len) != row.prefix_digest:
             self._problem(f"{name} follows one that feeds other tokens")
@@ -207,15 +216,19 @@ class SchedulerAudit:
             return
         for row, answer in zip(rows, answers, strict=True):
             sequence = self._sequences[row.sequence_id]
-            end, digest = row.kv_len + len(row.tokens) + follows(row), _digest_of(sequence, row)
+            end, digest, drafted = row.kv_len + len(row.tokens), _digest_of(sequence, row), list(row.draft_tokens)
+            if follows(row):
+                # Where it began, and what it has verified, its answer tells.
+                end, drafted = answer.kv_len - answer.accepted, list(answer.tokens)
+                digest = sequence.digests.get(end)
             if not row.outcomes and sequence.verified == (digest, list(row.draft_tokens)):
                 sequence.verified_until = self._clock()
-            if answer.status != worker_pb2.ROW_STATUS_OK:
+            if answer.status != worker_pb2.ROW_STATUS_OK or digest is None:
                 continue
             for accepted, token, proposal in outcomes_of(answer):
-                after = digests_after(digest, [*row.draft_tokens[:accepted], token])[-1]
+                after = digests_after(digest, [*drafted[:accepted], token])[-1]
                 sequence.proposals.setdefault(after, []).append(proposal)
-            if not answer.tokens or digest is None:
+            if not answer.tokens:
                 continue
             if proposes(row):
                 sequence.proposals.setdefault(digest, []).append(list(answer.tokens))

@@ -107,7 +107,7 @@ class WatchedCore(SchedulerCore):
         idle = now - self._idle_since[step.worker_id] if self._unanswered[step.worker_id] == 1 else 0.0
         broken = {
             "has more tokens than the worker takes": spec.max_num_batched_tokens
-            < sum(row.end - row.kv_len + len(row.draft_tokens) for row in step.rows),
+            < sum(row.end - row.kv_len + len(row.draft_tokens) + _foreseen(row) for row in step.rows),
             "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
             "is one too many in flight": self._unanswered[step.worker_id] > config.steps_in_flight,
             "drafts beyond max_tokens": any(
@@ -156,6 +156,11 @@ class WatchedCore(SchedulerCore):
         except Exception as error:
             self._fail(f"failed on {what}: {error!r}")
             raise
+
+
+def _foreseen(row: Row) -> int:
+    """Tokens that a row which follows may verify: those that the row before it proposes."""
+    return row.before.draft_length if row.follows and row.before is not None else 0
 
 
 def _drafted(row: Row) -> int:

@@ -49,8 +49,8 @@ class ModelWorker:
         self.spec = spec
         self.guess = guess
         self.held: dict[int, DigestedTokens] = {}
-        self.sampled: dict[int, int] = {}
-        """The token that each sequence's last row has sampled, for the row that follows it."""
+        self.next: dict[int, tuple[int, ...]] = {}
+        """What each sequence's last row has sampled, and the head proposed then: for the row that follows it."""
 
     def forget(self, sequence_id: int) -> None:
         self.held.pop(sequence_id, None)
@@ -66,21 +66,24 @@ class ModelWorker:
         if row.kv_len > len(held) or held.digest(row.kv_len) != row.prefix_digest:
             status = RowStatus.KV_MISMATCH
         else:
-            assert not row.follows or row.kv_len == len(held), "follows another row than the last"
-            held.truncate(row.kv_len)
-            held.extend((self.sampled[row.sequence_id],) if row.follows else row.tokens)
+            own, drafted = row.tokens, row.draft_tokens
+            if row.follows:
+                own, drafted = self.next[row.sequence_id][:1], self.next[row.sequence_id][1:]
+            else:
+                held.truncate(row.kv_len)
+            held.extend(own)
             if row.outcomes:
-                held.extend(row.draft_tokens)
+                held.extend(drafted)
             elif self.spec.role is Role.DRAFT:
                 for _ in range(row.draft_length):
                     held.extend(tokens[-1:])
                     tokens.append(draft_token(held.digest(len(held)), self.guess))
             elif row.sample:
-                while row.draft_tokens[accepted : accepted + 1] == (target_token(held.digest(len(held))),):
-                    held.extend(row.draft_tokens[accepted : accepted + 1])
+                while drafted[accepted : accepted + 1] == (target_token(held.digest(len(held))),):
+                    held.extend(drafted[accepted : accepted + 1])
                     accepted += 1
-                tokens = [*row.draft_tokens[:accepted], target_token(held.digest(len(held)))]
-                self.sampled[row.sequence_id] = tokens[-1]
+                tokens = [*drafted[:accepted], target_token(held.digest(len(held)))]
+                self.next[row.sequence_id] = (tokens[-1],)
                 if row.draft_length:
                     assert self.spec.head_id, "asks a target without a head for a proposal"
                     known = DigestedTokens([*held.tokens, tokens[-1]])
@@ -88,6 +91,7 @@ class ModelWorker:
                         known.extend((draft_token(known.digest(len(known)), self.guess),))
                     proposal = tuple(known.tokens[len(held) + 1 :])
                     outcomes = [Outcome(accepted, tokens[-1], proposal)]
+                    self.next[row.sequence_id] += proposal
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
         result = RowResult(row.sequence_id, status, len(held), held.digest(len(held)), tuple(tokens), accepted)
         result.logits_digests, result.outcomes = digests, tuple(outcomes)
