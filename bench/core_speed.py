@@ -26,6 +26,7 @@ from scheduler.messages import (
     Event,
     FailSequence,
     FinishSequence,
+    Outcome,
     RefuseSequence,
     Role,
     Row,
@@ -55,15 +56,16 @@ class Pace:
     draft_row: float = 0.0
 
     def seconds(self, role: Role, rows: Iterable[tuple[int, int]]) -> float:
-        """Of a step whose rows have so many tokens to feed, and propose so many."""
+        """Of a step whose rows have so many tokens to feed, and propose so many: with a draft that is on the target's
+        device where a target does."""
         pairs = list(rows)
         if not pairs:
             return 0.0
-        packed = sum(tokens for tokens, _ in pairs)
+        packed, passes = sum(tokens for tokens, _ in pairs), max(proposed for _, proposed in pairs)
         if role is Role.TARGET:
-            return self.target_step + self.target_row * packed
-        passes = max(1, *(proposed for _, proposed in pairs))
-        return self.draft_pass * passes + self.draft_row * packed
+            drafting = self.draft_pass * passes + self.draft_row * packed if passes else 0.0
+            return self.target_step + self.target_row * packed + drafting
+        return self.draft_pass * max(1, passes) + self.draft_row * packed
 
 
 _PACE = Pace(target_step=0.01, target_row=0.00005, draft_pass=0.0005, draft_row=0.00001)
@@ -74,7 +76,8 @@ _PROMPT_LENGTHS = (16, 40, 90, 200)
 @dataclass(frozen=True)
 class Load:
     """What the core is given. `acceptance` is the chance of every draft token, given those before it. Without `drafts`
-    every round is plain. The window is full once the core has decided `warm_up` rounds of each of its sequences."""
+    every round is plain, unless with `heads` (1) the targets propose themselves. The window is full once the core has
+    decided `warm_up` rounds of each of its sequences."""
 
     pool: int = 10_000
     window: int = 512
@@ -83,6 +86,7 @@ class Load:
     policy: str = "ragged"
     targets: int = 1
     drafts: int = 1
+    heads: int = 0
     acceptance: float = 0.7
     longest_output: int = 300
     warm_up: int = 4
@@ -120,24 +124,33 @@ class CountingWorker:
         self._acceptance = int(acceptance * 1024)
         self._pace = pace
         self.steps: deque[SendStep] = deque()
+        self._next: dict[int, tuple[int, int]] = {}
+        """For the rows that follow: where they end, and how many tokens they verify."""
 
     def seconds(self, step: SendStep) -> float:
-        rows = [(row.end - row.kv_len + len(row.draft_tokens), row.draft_length) for row in step.rows]
+        rows = [(row.end - row.kv_len + self._fed(row)[1], row.draft_length) for row in step.rows]
         return self._pace.seconds(self.spec.role, rows)
 
+    def _fed(self, row: Row) -> tuple[int, int]:
+        return self._next[row.sequence_id] if row.follows else (row.end, len(row.draft_tokens))
+
     def answer(self, row: Row) -> RowResult:
-        fed = row.end
+        fed, drafted = self._fed(row)
         if self.spec.role is Role.DRAFT:
             ahead = max(row.draft_length - 1, 0)
             return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
         if not row.sample:
             return RowResult(row.sequence_id, RowStatus.OK, fed, 0)
         accepted = 0
-        for place in range(len(row.draft_tokens)):
+        for place in range(drafted):
             if _mixed(row.sequence_id, fed + place) & 1023 >= self._acceptance:
                 break
             accepted += 1
-        return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, (7,) * (accepted + 1), accepted)
+        self._next[row.sequence_id] = fed + accepted + 1, row.draft_length
+        result = RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, (7,) * (accepted + 1), accepted)
+        if row.draft_length:
+            result.outcomes = (Outcome(accepted, 7, (7,) * row.draft_length),)
+        return result
 
 
 class _Run:
@@ -155,7 +168,8 @@ class _Run:
         self._clear()
         for role, count in ((Role.TARGET, load.targets), (Role.DRAFT, load.drafts)):
             for index in range(count):
-                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 16384, 4096))
+                head = "head" if load.heads and role is Role.TARGET else ""
+                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 16384, 4096, head_id=head))
         for _ in range(load.pool):
             self._submit()
 

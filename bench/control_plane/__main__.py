@@ -1,9 +1,11 @@
 """How much of a GPU's speed is left once the scheduler, gRPC and the workers' own Python have had their part.
 
     python -m bench.control_plane --batch 1 8 64 256
-    python -m bench.control_plane --batch 1 8 64 --drafting
+    python -m bench.control_plane --batch 1 8 64 --drafting workers
+    python -m bench.control_plane --batch 1 8 64 --drafting targets
 
-Real processes and real gRPC: a scheduler, one target, one draft with `--drafting`, and this process as the gateway.
+Real processes and real gRPC: a scheduler, one target, one draft with `--drafting workers`, and this process as the
+gateway. With `--drafting targets`, the target drafts itself, on its own device.
 Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
 on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time: only the
 passes take any. The figures are JSON, on one line.
@@ -44,7 +46,7 @@ class Figures:
     `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
 
     batch: int
-    drafting: bool
+    drafting: str
     tokens_per_second: float
     ideal: float
     share: float
@@ -54,13 +56,14 @@ class Figures:
     core_microseconds: float
 
 
-def load_of(batch: int, drafting: bool, agreement: float) -> Load:
+def load_of(batch: int, drafting: str, agreement: float) -> Load:
     return Load(
         pool=batch,
         window=batch,
         batch_size=batch,
         policy="auto",
-        drafts=int(drafting),
+        drafts=int(drafting == "workers"),
+        heads=int(drafting == "targets"),
         acceptance=agreement,
         longest_output=MAX_LENGTH // 2,
         warm_up=_IDEAL_ROUNDS,
@@ -73,6 +76,7 @@ async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient
     """The gateway's client, and the connection to the scheduler's process."""
     security = ChannelSecurity(token=random_token())
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
+    settings["head_id"] = "head" if load.heads else ""
     roles = [Role.TARGET] * load.targets + [Role.DRAFT] * load.drafts
     launches = [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
     context = get_context("spawn")
@@ -121,13 +125,13 @@ async def served(load: Load, pace: Pace, seconds: float) -> tuple[float, Any, An
     return (more - tokens) / (ended - began), before, after, ended - began
 
 
-def compare(load: Load, pace: Pace, seconds: float) -> Figures:
+def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
     rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, seconds))
     return Figures(
         batch=load.batch_size,
-        drafting=bool(load.drafts),
+        drafting=drafting,
         tokens_per_second=rate,
         ideal=ideal,
         share=rate / ideal,
@@ -141,12 +145,13 @@ def compare(load: Load, pace: Pace, seconds: float) -> Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
-    parser.add_argument("--drafting", action="store_true", help="with a draft worker")
+    places = ("nowhere", "workers", "targets")
+    parser.add_argument("--drafting", choices=places, default="nowhere", help="where the draft runs (default nowhere)")
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, after as long a warm-up")
     asked, pace = parser.parse_args(), Pace()
     loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
-    rows = [asdict(compare(load, pace, asked.seconds)) for load in loads]
+    rows = [asdict(compare(load, pace, asked.seconds, asked.drafting)) for load in loads]
     print(json.dumps({"pace": asdict(pace), "agreement": asked.agreement, "rows": rows}))
     return 0
 

@@ -12,6 +12,7 @@ from bench.core_speed import Pace
 from engine.description import EngineDescription
 from engine.kv.pages import PagePool
 from engine.steps import (
+    AheadProposal,
     AheadRow,
     Awaited,
     Computing,
@@ -37,7 +38,7 @@ _OVERSLEPT_SECONDS = 0.0002
 class PacedEngine:
     """Every token is the same one. Each draft token is accepted with the chance `agreement`, given those before it."""
 
-    def __init__(self, pace: Pace, agreement: float, batch: int) -> None:
+    def __init__(self, pace: Pace, agreement: float, batch: int, head_id: str = "") -> None:
         self._pace = pace
         self._agreement = agreement
         self._random = Random(1)
@@ -52,6 +53,7 @@ class PacedEngine:
             total_pages=_PAGES,
             max_sequence_length=MAX_LENGTH,
             max_num_batched_tokens=max(2048, 8 * batch),
+            head_id=head_id,
         )
 
 
@@ -59,7 +61,8 @@ class PacedTarget(PacedEngine):
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
         computing()
         began = time.perf_counter()
-        seconds = self._pace.seconds(Role.TARGET, ((len(row.tokens) + len(row.draft_tokens), 0) for row in rows))
+        pairs = ((len(row.tokens) + len(row.draft_tokens), row.draft_length) for row in rows)
+        seconds = self._pace.seconds(Role.TARGET, pairs)
         outcomes = [self._outcome(row) for row in rows]
         _wait_until(began + seconds)
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
@@ -69,7 +72,10 @@ class PacedTarget(PacedEngine):
         while accepted < len(row.draft_tokens) and self._random.random() < self._agreement:
             accepted += 1
         self.pool.append(row.table, len(row.tokens) + accepted)
-        return RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
+        outcome = RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
+        if row.draft_length:
+            outcome.ahead.append(AheadProposal(accepted, _TOKEN, [_TOKEN] * row.draft_length))
+        return outcome
 
 
 class PacedDraft(PacedEngine):
@@ -99,7 +105,7 @@ def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
     pace = Pace(**arguments.settings["pace"])
     given = pace, arguments.settings["agreement"], arguments.settings["batch"]
     if arguments.role is Role.TARGET:
-        return TargetStepExecutor(PacedTarget(*given))
+        return TargetStepExecutor(PacedTarget(*given, arguments.settings["head_id"]))
     return DraftStepExecutor(PacedDraft(*given))
 
 
