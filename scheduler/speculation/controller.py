@@ -266,9 +266,8 @@ class Controller:
             of_token += of_kv * length
             draft_wire = drafter.figures.wire.seconds
         else:
-            # A head's passes are in each of the steps, two of which can be under way.
-            of_pass, of_token = of_head
-            wire = wire if parts == 1 else 0.0
+            # A head's passes are in each of the steps, which are sent before the answer to the one before has come.
+            (of_pass, of_token), wire = of_head, 0.0
         return Cycle(
             count=count,
             load=max(count, len(drafter.sequences)),
