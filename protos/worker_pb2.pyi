@@ -299,7 +299,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error", "followed", "followed_digests")
+    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error", "followed")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -308,7 +308,6 @@ class StepReply(_message.Message):
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWED_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     status: StepStatus
@@ -316,9 +315,26 @@ class StepReply(_message.Message):
     timings: StepTimings
     free_pages: int
     error: str
-    followed: _containers.RepeatedScalarFieldContainer[int]
-    followed_digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., followed: _Optional[_Iterable[int]] = ..., followed_digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    followed: FollowedRows
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., followed: _Optional[_Union[FollowedRows, _Mapping]] = ...) -> None: ...
+
+class FollowedRows(_message.Message):
+    __slots__ = ("counts", "tokens", "kv_lens", "logits_digests", "proposed", "proposed_tokens", "confidences")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_LENS_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    kv_lens: _containers.RepeatedScalarFieldContainer[int]
+    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    proposed: _containers.RepeatedScalarFieldContainer[int]
+    proposed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    confidences: bytes
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., proposed: _Optional[_Iterable[int]] = ..., proposed_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows")

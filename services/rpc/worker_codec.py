@@ -76,17 +76,11 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
 def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
     """One result for each row of the step, in their order. Raises ValueError where the reply does not answer it."""
     first = next((place for place, row in enumerate(step.rows) if row.follows), len(step.rows))
-    results, following = [result_from_wire(answer) for answer in reply.rows[:first]], step.rows[first:]
+    results = [result_from_wire(answer) for answer in reply.rows[:first]]
     replies = iter(reply.rows[first:])
-    if len(reply.followed) != len(following):
-        raise ValueError(f"followed holds {len(reply.followed)} tokens, must hold {len(following)}")
-    digests = reply.followed_digests or [0] * len(following)
-    if len(digests) != len(following):
-        raise ValueError(f"followed_digests holds {len(digests)} digests, must hold {len(following)} or none")
-    for row, token, digest in zip(following, reply.followed, digests, strict=True):
-        if token >= 0:
-            known = (digest,) if digest else ()
-            results.append(RowResult(row.sequence_id, RowStatus.OK, row.end, 0, (token,), logits_digests=known))
+    for result in _followed_from_wire(step.rows[first:], reply.followed):
+        if result is not None:
+            results.append(result)
         elif (answer := next(replies, None)) is not None:
             results.append(result_from_wire(answer))
     sent, answered = [row.sequence_id for row in step.rows], [result.sequence_id for result in results]
@@ -94,6 +88,44 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
     if sent != answered or left:
         raise ValueError(f"rows are of sequences {answered + left}, must be of {sent}")
     return tuple(results)
+
+
+def _followed_from_wire(rows: Sequence[Row], followed: worker_pb2.FollowedRows) -> list[RowResult | None]:
+    """None for a row that has a reply of its own."""
+    counts, tokens, kv_lens = list(followed.counts), tuple(followed.tokens), list(followed.kv_lens)
+    told = sum(map(bool, counts))
+    digests = tuple(followed.logits_digests) or (0,) * len(tokens)
+    proposed, proposals = list(followed.proposed) or [0] * told, tuple(followed.proposed_tokens)
+    confidences = followed.confidences
+    columns = {
+        "counts": (counts, len(rows)),
+        "tokens": (tokens, sum(counts)),
+        "kv_lens": (kv_lens, told),
+        "logits_digests": (digests, len(tokens)),
+        "proposed": (proposed, told),
+        "proposed_tokens": (proposals, sum(proposed)),
+        "confidences": (confidences, len(confidences) and len(proposals)),
+    }
+    for name, (column, size) in columns.items():
+        if len(column) != size:
+            raise ValueError(f"followed.{name} holds {len(column)} entries, must hold {size}")
+    results = list[RowResult | None]()
+    of_told = zip(kv_lens, proposed, strict=True)
+    begin = first = 0
+    for row, count in zip(rows, counts, strict=True):
+        if not count:
+            results.append(None)
+            continue
+        kv_len, length = next(of_told)
+        end, last = begin + count, first + length
+        result = RowResult(row.sequence_id, RowStatus.OK, kv_len, 0, tokens[begin:end], count - 1)
+        if digests[begin]:
+            result.logits_digests = digests[begin:end]
+        if length:
+            result.outcomes = (Outcome(count - 1, tokens[end - 1], proposals[first:last], confidences[first:last]),)
+        results.append(result)
+        begin, first = end, last
+    return results
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:

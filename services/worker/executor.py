@@ -203,8 +203,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         self._sequences.release(request.released_sequence_ids)
         replies, running = self._prepare(request.rows)
         running += self._prepare_following(request.following, len(request.rows), replies)
-        followed = [-1] * len(request.following.sequence_ids)
-        digests = [0] * len(followed)
+        followed: list[tuple[PreparedRow, RowOutcome] | None] = [None] * len(request.following.sequence_ids)
         checked = self._clock()
         timings = EngineTimings()
         if running:
@@ -227,20 +226,17 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                         replies[index] = failure
                         continue
                     place = index - len(request.rows)
-                    more = row_outcome.logprobs or row_outcome.ahead or prepared.draft_tokens
-                    if place < 0 or more or prepared.start != request.following.kv_lens[place]:
+                    if place < 0 or row_outcome.logprobs:
                         replies[index] = _reply(prepared, row_outcome)
                     else:
-                        followed[place] = row_outcome.tokens[0]
-                        digests[place] = next(iter(row_outcome.logits_digests), 0)
+                        followed[place] = prepared, row_outcome
         ended = self._ended = self._clock()
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
             step_id=request.step_id,
             status=worker_pb2.STEP_STATUS_OK,
             rows=[replies[index] for index in sorted(replies)],
-            followed=followed,
-            followed_digests=digests if any(digests) else None,
+            followed=_followed_to_wire(followed) if followed else None,
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,
@@ -419,6 +415,33 @@ def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes
         draft_tokens=[token for proposal in proposals for token in proposal.tokens],
         confidences=confidences_to_wire([one for proposal in proposals for one in proposal.confidences]),
     )
+
+
+def _followed_to_wire(followed: Sequence[tuple[PreparedRow, RowOutcome] | None]) -> worker_pb2.FollowedRows:
+    counts, tokens, kv_lens, digests, proposed, proposals = (list[int]() for _ in range(6))
+    confidences = list[float]()
+    for one in followed:
+        if one is None:
+            counts.append(0)
+            continue
+        prepared, outcome = one
+        counts.append(len(outcome.tokens))
+        tokens += outcome.tokens
+        kv_lens.append(prepared.sequence.table.length)
+        digests += outcome.logits_digests or [0] * len(outcome.tokens)
+        proposal = outcome.ahead[0] if outcome.ahead else None
+        proposed.append(0 if proposal is None else len(proposal.tokens))
+        if proposal is not None:
+            proposals += proposal.tokens
+            confidences += proposal.confidences
+    columns = worker_pb2.FollowedRows(counts=counts, tokens=tokens, kv_lens=kv_lens)
+    if any(digests):
+        columns.logits_digests.extend(digests)
+    if proposals:
+        columns.proposed.extend(proposed)
+        columns.proposed_tokens.extend(proposals)
+        columns.confidences = confidences_to_wire(confidences)
+    return columns
 
 
 def _reply(prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:

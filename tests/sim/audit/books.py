@@ -48,10 +48,21 @@ def follows(row: worker_pb2.Row) -> bool:
 def answers_of(request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> list[worker_pb2.RowReply]:
     """To all rows. A digest of 0 was not told."""
     answers, others = list(reply.rows[: len(request.rows)]), list(reply.rows[len(request.rows) :])
-    for row, token in zip(rows_of(request)[len(request.rows) :], reply.followed, strict=False):
-        if token >= 0:
-            done = {"sequence_id": row.sequence_id, "status": worker_pb2.ROW_STATUS_OK, "kv_len": row.kv_len + 1}
-            answers.append(worker_pb2.RowReply(**done, tokens=[token]))
+    columns = reply.followed
+    tokens, kv_lens, proposals = list(columns.tokens), list(columns.kv_lens), list(columns.proposed_tokens)
+    proposed = list(columns.proposed) or [0] * len(kv_lens)
+    for row, count in zip(rows_of(request)[len(request.rows) :], columns.counts, strict=False):
+        if count:
+            answer = worker_pb2.RowReply(sequence_id=row.sequence_id, status=worker_pb2.ROW_STATUS_OK)
+            answer.kv_len, answer.accepted, length = kv_lens.pop(0), count - 1, proposed.pop(0)
+            answer.tokens.extend(tokens[:count])
+            if length:
+                answer.outcomes.accepted.append(count - 1)
+                answer.outcomes.tokens.append(tokens[count - 1])
+                answer.outcomes.lengths.append(length)
+                answer.outcomes.draft_tokens.extend(proposals[:length])
+            answers.append(answer)
+            del tokens[:count], proposals[:length]
         elif others:
             answers.append(others.pop(0))
     return answers + others

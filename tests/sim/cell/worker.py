@@ -115,7 +115,7 @@ class SimulatedWorker:
             world.fail(f"{worker_id}: row of {bad[0].sequence_id} failed unprovoked: {bad[0]}")
         if (
             len(request.rows)
-            or len(reply.followed)
+            or len(reply.followed.counts)
             or len(request.released_sequence_ids)
             or reply.status != worker_pb2.STEP_STATUS_OK
         ):

@@ -90,7 +90,9 @@ def test_what_more_there_is_to_tell_of_a_row_that_follows_comes_in_a_reply(targe
         all_three.MergeFrom(following(PROMPT, sequence_id))
     reply = target.step(row(4, PROMPT, 0, parameters=PARAMETERS), following=all_three)
     token = continuation(PROMPT, 2)[1]
-    assert (list(reply.followed), list(reply.followed_digests)) == ([-1, token, token], [0, token + 5, 0])
+    followed = reply.followed
+    assert (list(followed.counts), list(followed.tokens)) == ([0, 1, 1], [token, token])
+    assert (list(followed.kv_lens), list(followed.logits_digests)) == ([6, 6], [token + 5, 0])
     fourth, first = reply.rows
     assert (fourth.sequence_id, first.sequence_id, list(first.logits_digests)) == (4, 1, [token + 5])
 
