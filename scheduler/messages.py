@@ -266,8 +266,8 @@ class Row:
     not know the sequence yet. `committed` then holds the committed tokens for which pages are reserved, those to feed
     included: the worker may have KV of them from other sequences. `known`: the worker got all `tokens` as `committed`
     ones before, and they are not sent again. A row that `follows` feeds the token that the row before it samples, and
-    verifies what the target's head proposes then. Nobody knows them yet: the row has no `tokens`. Until the answer to the
-    row before has come, it has no `draft_tokens`, `kv_len` is the `end` of that row, and its own `end` is a guess.
+    verifies what the target's head proposes then. Nobody knows them yet: the row has no `tokens`. Until the answer to
+    the row before has come, it has no `draft_tokens`, `kv_len` is the `end` of that row, and its own `end` is a guess.
 
     `before` and `abandoned` are the core's own: the row of the sequence in flight on this worker that comes before this
     one; and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.
