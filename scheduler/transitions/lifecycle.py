@@ -129,7 +129,7 @@ class Lifecycle:
 
     def to_propose(self, sequence: Sequence) -> int:
         """Tokens that the head of its target is to propose with the sequence's next row, for the round after it."""
-        if sequence.request.sampling.grammar is not None or sequence.request.expected_output:
+        if sequence.request.expected_output:
             return 0
         length = min(self.longest_draft(sequence), sequence.end - sequence.length - 2)
         if length > 0 and self._auto and sequence.request.draft_length is None:

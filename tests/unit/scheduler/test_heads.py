@@ -6,7 +6,6 @@ import pytest
 
 from scheduler.config import Policy
 from scheduler.messages import EmitTokens, Outcome, Role, Row, RowResult
-from scheduler.sampling import Grammar, SamplingParameters
 from tests.unit.scheduler.driver import Driver, of_type, outputs
 from tests.unit.scheduler.driver import expected as expected_output
 
@@ -45,14 +44,12 @@ def test_what_the_head_proposes_is_verified_in_the_next_row(
     assert outputs(driver, 1) == expected_output(driver, 1)
 
 
-def test_a_row_with_a_grammar_or_without_drafts_asks_for_no_proposal() -> None:
+def test_a_row_without_drafts_asks_for_no_proposal() -> None:
     driver = head_cell()
-    grammar = SamplingParameters(grammar=Grammar("anything", (49,)))
-    driver.submit(1, sampling=grammar)
-    driver.submit(2, draft_length=0)
+    driver.submit(1, draft_length=0)
     driver.settle()
     assert not any(emitted.drafted for emitted in of_type(driver.log, EmitTokens))
-    assert outputs(driver, 2) == expected_output(driver, 2)
+    assert outputs(driver, 1) == expected_output(driver, 1)
 
 
 @pytest.mark.parametrize("outcomes", [(), (Outcome(1, 3, (4,)),), (Outcome(0, 999, (4, 5)),)])
