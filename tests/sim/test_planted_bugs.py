@@ -23,6 +23,7 @@ from services.scheduler.workers.worker_set import WorkerSet
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker import kv_pages
 from services.worker.executor import StepExecutor
+from services.worker.sequences import WorkerSequences
 from tests.sim.cell import world
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.world import World
@@ -161,6 +162,11 @@ def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
     patch.setattr(TargetWorker, "can_follow", can_follow)
 
 
+def rows_that_follow_verify_nothing(patch: Patch) -> None:
+    settle = WorkerSequences.settle
+    patch.setattr(WorkerSequences, "settle", lambda self, sequence, *of: settle(self, sequence, *of[:2]))
+
+
 def failure_of(seed: int, kinds: tuple[str, ...]) -> str | None:
     try:
         run_schedule(seed, kinds=kinds)
@@ -200,6 +206,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (grammar_is_lost_when_another_scheduler_goes_on, 15, ("scheduler crash",), "must get"),
         (lost_workers_blame_nobody, 12, ("poison",), "has killed .* workers"),
         (rows_follow_others_that_are_not_answered, 0, (), "audit: .*follows"),
+        (rows_that_follow_verify_nothing, 3, (), "audit: .*is not accepted, although the target chose it"),
         (nobody_ends_a_wait, 0, (), "overdue"),
         (priority_is_ignored, 5, (), "comes first"),
     ],
