@@ -36,13 +36,15 @@ class SchedulingSection(Section):
         None,
         f"Rows of one verify batch. Unset: {_EQUAL_ROWS} with the policies `eqspec` and `exspec`, with others all that "
         "run.",
+        ge=1,
     )
     max_running: int | None = described(
         None,
         "Sequences worked on at a time, for each target. Unset: a quarter of its `max_num_batched_tokens`, at most "
         f"{MOST_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",
+        ge=1,
     )
-    draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", le=64)
+    draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", ge=0, le=64)
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
     prefill_chunk: int | None = described(
         None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
@@ -72,7 +74,6 @@ class SchedulingSection(Section):
     )
 
     def problems(self) -> Iterator[str]:
-        self.scheduler_config(drafting=True)
         if self.max_running is not None and self.batch_size is not None and self.max_running < self.batch_size:
             yield f"max_running is {self.max_running}, must be at least batch_size, which is {self.batch_size}"
 

@@ -61,7 +61,7 @@ BAD_INPUT = [
     (["--prompts", "binary.jsonl"], "binary.jsonl is not UTF-8 text"),
     (["--limit", "0"], "--limit is 0"),
     (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
-    (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
+    (["--batch-size", "-1"], "batch_size is -1, must be greater than or equal to 1"),
     (["--max-running", "4", "--batch-size", "8"], "max_running is 4, must be at least batch_size, which is 8"),
     (["--draft-length", "65"], "--draft-length: scheduling.draft_length is 65"),
     (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),

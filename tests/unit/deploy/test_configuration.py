@@ -175,6 +175,7 @@ def test_a_target_over_several_ranks(file: Path) -> None:
         ("batch", "--set batch: must be section.field=value"),
         (".=1", "--set .=1: must be section.field=value"),
         ("models.target=[", "--set models.target=[: the value is not YAML"),
+        ("scheduling.max_running=0", "--set scheduling.max_running=0: scheduling.max_running is 0, must be"),
         ("scheduling.batch_size=many", "--set scheduling.batch_size=many: scheduling.batch_size is 'many', must be a"),
         ("nothing.at=1", "--set nothing.at=1: nothing is no field of Spool"),
         ("models.target.x=1", "--set models.target.x=1: models.target is a section, must be a valid string"),
