@@ -166,18 +166,16 @@ class FollowingRows(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outcomes(_message.Message):
-    __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")
+    __slots__ = ("accepted", "tokens", "lengths", "draft_tokens")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     accepted: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
-    confidences: bytes
-    def __init__(self, accepted: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptScoring(_message.Message):
     __slots__ = ("first", "tokens", "top")
@@ -257,7 +255,7 @@ class Grammar(_message.Message):
     def __init__(self, definition: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowReply(_message.Message):
-    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "confidences", "prompt_logprobs", "outcomes")
+    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "prompt_logprobs", "outcomes")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +266,6 @@ class RowReply(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REUSED_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
@@ -281,10 +278,9 @@ class RowReply(_message.Message):
     error: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     reused: int
-    confidences: bytes
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     outcomes: Outcomes
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")
@@ -319,22 +315,20 @@ class StepReply(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., followed: _Optional[_Union[FollowedRows, _Mapping]] = ...) -> None: ...
 
 class FollowedRows(_message.Message):
-    __slots__ = ("counts", "tokens", "kv_lens", "logits_digests", "proposed", "proposed_tokens", "confidences")
+    __slots__ = ("counts", "tokens", "kv_lens", "logits_digests", "proposed", "proposed_tokens")
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_LENS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     kv_lens: _containers.RepeatedScalarFieldContainer[int]
     logits_digests: _containers.RepeatedScalarFieldContainer[int]
     proposed: _containers.RepeatedScalarFieldContainer[int]
     proposed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    confidences: bytes
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., proposed: _Optional[_Iterable[int]] = ..., proposed_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., proposed: _Optional[_Iterable[int]] = ..., proposed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows")

@@ -161,7 +161,6 @@ class Outcome:
     accepted: int
     token: int
     draft_tokens: tuple[int, ...]
-    confidences: bytes = b""
 
 
 @dataclass(slots=True)
@@ -181,7 +180,6 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
     reused: int = 0
-    confidences: bytes = b""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
 

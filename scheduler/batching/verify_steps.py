@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from itertools import islice
 
 from scheduler.batching.verify_grouping import GroupingView, pick
@@ -106,20 +104,17 @@ class TargetPlanner:
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
         return followers if followers and self._lifecycle.can_follow(target, followers) else []
 
-    def _fitting(self, sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
+    @staticmethod
+    def _fitting(sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
         """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
 
-        The least promising draft tokens are left out before any sequence is.
+        The last draft tokens of all are left out before any sequence is.
         """
         drafted = [len(sequence.draft_tokens) for sequence in sequences]
         batched = len(sequences) + sum(drafted)
         if batched > room:
             sequences = sequences[:room]
-            chances = [
-                self._lifecycle.controller.chances(sequence, sequence.confidences[:length], length)
-                for sequence, length in zip(sequences, drafted, strict=False)
-            ]
-            drafted = most_promising(chances, room - len(sequences))
+            drafted = _leading(drafted[:room], room - len(sequences))
             batched = len(sequences) + sum(drafted)
         return sequences, drafted, room - batched
 
@@ -230,19 +225,13 @@ def _follows_proposal(row: Row) -> bool:
     return row.follows and before is not None and bool(before.draft_tokens or before.draft_length)
 
 
-def most_promising(chances: Items[Items[float]], room: int) -> list[int]:
-    """How many leading tokens of each sequence to verify if only `room` tokens can be: those most likely accepted.
-
-    A token is worth nothing without those before it, and is never likelier to be accepted than they are. So taking the
-    likeliest next token, one at a time, is best (TETRIS, arXiv 2502.15197, section 4).
-    """
-    lengths = [0] * len(chances)
-    heap = [(-found[0], index) for index, found in enumerate(chances) if found]
-    heapq.heapify(heap)
-    while heap and room > 0:
-        _, index = heapq.heappop(heap)
-        lengths[index] += 1
-        room -= 1
-        if lengths[index] < len(chances[index]):
-            heapq.heappush(heap, (-chances[index][lengths[index]], index))
-    return lengths
+def _leading(lengths: list[int], room: int) -> list[int]:
+    """How many leading tokens of each proposal to verify if only `room` tokens can be: those of the first places, which
+    are the likeliest to be accepted."""
+    kept = [0] * len(lengths)
+    for place in range(max(lengths)):
+        for index, length in enumerate(lengths):
+            if place < length and room > 0:
+                kept[index] += 1
+                room -= 1
+    return kept

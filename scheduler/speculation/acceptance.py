@@ -1,16 +1,9 @@
-"""How likely draft tokens are to be accepted: by place, and by the draft's own confidence."""
+"""How likely draft tokens are to be accepted, by their place in the proposal."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
-
 from scheduler.speculation.cost_model import FORGET
 
-MAX_CONFIDENCE = 255
-"""A confidence is a number from 0 to 255 for each draft token, a byte on the wire."""
-_BINS = 16
-"""Bins of confidence, each with a chance of its own: more bins would be too empty to learn from."""
 PRIOR_CHANCE = 0.7
 """The chance of a draft token before any was observed: high enough that drafting is tried."""
 _PRIOR_WEIGHT = 4.0
@@ -18,13 +11,11 @@ _PRIOR_WEIGHT = 4.0
 
 
 class ModelAcceptance:
-    """The chance of a draft model's token, given that those before it were accepted, by place and by confidence."""
+    """The chance of a draft model's token, given that those before it were accepted, by place."""
 
     def __init__(self, places: int) -> None:
         self._taken = [0.0] * places
         self._tried = [0.0] * places
-        self._bins_taken = [(which + 0.5) / _BINS * _PRIOR_WEIGHT for which in range(_BINS)]
-        self._bins_tried = [_PRIOR_WEIGHT] * _BINS
 
     @property
     def known(self) -> bool:
@@ -45,30 +36,13 @@ class ModelAcceptance:
             found.append(chance)
         return found
 
-    def observe(self, taken: float, tried: int, confidences: bytes, accepted: int, sequences: int) -> None:
-        """Of `tried` tokens `taken` were accepted; of those with `confidences`, which were verified, `accepted`.
+    def observe(self, accepted: int, requested: int, sequences: int) -> None:
+        """Of `requested` tokens the first `accepted` were accepted, and the next one, if any, was not or did not come.
 
         `sequences` share the model, so that many observations are one round of each.
         """
         keep = 1 - (1 - FORGET) / max(1, sequences)
-        all_tried, all_taken = self._tried, self._taken
-        for place in range(tried if tried < len(all_tried) else len(all_tried)):
-            all_tried[place] = all_tried[place] * keep + 1.0
-            all_taken[place] = all_taken[place] * keep + (1.0 if place < accepted else taken - place)
-        if not confidences:
-            return
-        keep = 1 - (1 - FORGET) / _BINS
-        for place, confidence in enumerate(confidences[: accepted + 1]):
-            which = confidence * _BINS // (MAX_CONFIDENCE + 1)
-            self._bins_tried[which] = self._bins_tried[which] * keep + 1.0
-            self._bins_taken[which] = self._bins_taken[which] * keep + (place < accepted)
-
-    def chance(self, confidence: int) -> float:
-        """The chance of a token with this confidence."""
-        which = confidence * _BINS // (MAX_CONFIDENCE + 1)
-        return self._bins_taken[which] / self._bins_tried[which]
-
-    def survival(self, confidences: bytes, count: int) -> list[float]:
-        """The chance of each of `count` tokens to be accepted with all before it; without confidences, by place."""
-        single = [self.chance(one) for one in confidences] or [*self.chances, *[PRIOR_CHANCE] * count][:count]
-        return list(accumulate(single, mul))
+        tried, taken = self._tried, self._taken
+        for place in range(min(accepted + 1, requested, len(tried))):
+            tried[place] = tried[place] * keep + 1.0
+            taken[place] = taken[place] * keep + (place < accepted)

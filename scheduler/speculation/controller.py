@@ -19,8 +19,6 @@ from scheduler.statistics import Counters
 
 _PROBE_EVERY = 100
 """Verify steps of a target between two probes, and between two plain steps while it drafts: about 1 % of its time."""
-_WHOLE_EVERY = 16
-"""One proposal in so many is verified whole, to learn how often tokens are accepted that seem not worth verifying."""
 _SHORTEST_SECONDS = 1e-9
 """No step takes less time."""
 
@@ -96,8 +94,8 @@ class Controller:
         if figures.steps % _PROBE_EVERY == _PROBE_EVERY // 2:
             figures.probe_due = True
 
-    def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
-        """A round ended: `verified` tokens of the sequence's proposal were verified and `accepted` of them accepted."""
+    def observe(self, sequence: Sequence, accepted: int) -> None:
+        """A round ended: so many tokens of the sequence's proposal were accepted."""
         target, requested = sequence.target, sequence.requested_draft_length
         if target is not None:
             target.figures.rounds += 1
@@ -105,16 +103,11 @@ class Controller:
         model = None if drafter is None else drafter.figures.acceptance
         if not requested or drafter is None or model is None:
             return
-        confidences = sequence.confidences
         if sequence.probing:
             sequence.probing = False
             if accepted and target is not None and model.chances[0] < 0.5:
                 target.figures.probe_due = True  # against expectation: worth another probe at once
-        # A next token that was not verified counts with its chance, else drafts cut short would seem bad.
-        cut_short = accepted == verified < len(confidences)
-        taken = accepted + model.chance(confidences[verified]) if cut_short else float(accepted)
-        tried = accepted + 1 if accepted < requested else requested
-        model.observe(taken, tried, confidences[:verified], accepted, len(drafter.sequences))
+        model.observe(accepted, requested, len(drafter.sequences))
 
     def looked_for(self, draft: DraftWorker, found: bool) -> None:
         """The draft was asked to prepare for a verification that is over now; was its outcome among the prepared?"""
@@ -194,24 +187,6 @@ class Controller:
         passes = int(verification / max(of_pass + outcomes * of_outcome, _SHORTEST_SECONDS))
         length = min(passes - 1, self._config.draft_length)
         return Preparation(outcomes, length, known.found) if outcomes and length > 0 else None
-
-    def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
-        """The chance of each of `count` proposed tokens to be accepted with all before it."""
-        drafter = self._present_drafter(sequence)
-        model = None if drafter is None else drafter.figures.acceptance
-        return (model or ModelAcceptance(0)).survival(confidences, count)
-
-    def worth_verifying(self, sequence: Sequence, confidences: bytes) -> int:
-        """How many leading tokens of a proposal with these confidences are worth verifying."""
-        target, drafter = sequence.target, self._present_drafter(sequence)
-        choice = None if target is None or drafter is None else target.figures.choices.get(drafter.worker_id)
-        whole = sequence.request.draft_length is not None or sequence.length % _WHOLE_EVERY == 0
-        if choice is None or whole or sequence.probing:
-            return len(confidences)
-        for length, chance in enumerate(self.chances(sequence, confidences, len(confidences))):
-            if chance < choice.verify_price:
-                return length
-        return len(confidences)
 
     def _length(self, figures: TargetFigures, sequence: Sequence) -> int:
         """The length that pays. With a drafter that no sequence has tried, 1."""

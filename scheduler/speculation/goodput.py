@@ -18,14 +18,13 @@ from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost, Me
 class Choice:
     """What one target's sequences draft with one draft worker: `length` tokens each.
 
-    A token is worth verifying if its chance to be accepted is at least `verify_price`. `rate` is the expected tokens
-    per second, `gain` times that of plain decoding. `prepares`: the draft prepares proposals while the target verifies.
+    `rate` is the expected tokens per second, `gain` times that of plain decoding. `prepares`: the draft prepares
+    proposals while the target verifies.
     """
 
     length: int
     rate: float
     gain: float
-    verify_price: float
     prepares: bool = False
 
 
@@ -131,8 +130,7 @@ def choose(
     sequences find their outcomes prepared.
     """
     plain = cycle.count / cycle.seconds()
-    # A second is worth as many tokens as were committed in a second by the last choice.
-    choice = Choice(0, plain, 1.0, plain * (before.gain if before else 1.0) * cycle.row)
+    choice = Choice(0, plain, 1.0)
     # To begin, drafting must promise more than one observation can change an estimate by.
     best = plain if before and before.length else plain / FORGET
     expected = [share * sum for sum in accumulate(accumulate(chances, mul))] if share else []

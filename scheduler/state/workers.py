@@ -69,8 +69,6 @@ class Sequence:
     requested_draft_length: int = 0
     """Tokens that the draft was asked for in the round that waits for verification."""
     draft_tokens: tuple[int, ...] = ()
-    confidences: bytes = b""
-    """The draft's confidence in each token that it proposed, whether or not the token is worth verifying."""
     outcomes: tuple[Outcome, ...] = ()
     """Those of the verification under way that the draft has prepared for."""
     prepared_for: int = 0

@@ -96,7 +96,7 @@ class Lifecycle:
             return
         if prepared is not None and not sequence.probing:
             tokens = prepared.draft_tokens[: self.longest_draft(sequence)]
-            self.become_drafted(sequence, tokens, len(tokens), now, prepared.confidences[: len(tokens)])
+            self.become_drafted(sequence, tokens, len(tokens), now)
             return
         row = draft.in_flight.get(sequence_id)
         fed = 0 if row is None or row.abandoned else len(row.tokens)
@@ -123,9 +123,9 @@ class Lifecycle:
         """Of a target with a head, which came with the answer; None where there is none, as after a move."""
         self.leave_draft(sequence)
         sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
-        proposal, confidences = ((), b"") if prepared is None else (prepared.draft_tokens, prepared.confidences)
+        proposal = () if prepared is None else prepared.draft_tokens
         tokens = proposal[: self.longest_draft(sequence)]
-        self.become_drafted(sequence, tokens, len(tokens), now, confidences[: len(tokens)])
+        self.become_drafted(sequence, tokens, len(tokens), now)
 
     def to_propose(self, sequence: Sequence) -> int:
         """Tokens that the head of its target is to propose with the sequence's next row, for the round after it."""
@@ -139,10 +139,7 @@ class Lifecycle:
     def go_on(self, sequence: Sequence, row: Row, prepared: Outcome | None) -> None:
         """The row of the next round is with the target already, and follows: it verifies what the target's head has
         `prepared`, if anything."""
-        if prepared is None:
-            sequence.draft_tokens, sequence.confidences = (), b""
-        else:
-            sequence.draft_tokens, sequence.confidences = prepared.draft_tokens, prepared.confidences
+        sequence.draft_tokens = () if prepared is None else prepared.draft_tokens
         row.kv_len, row.end, row.draft_tokens = sequence.length - 1, sequence.length, sequence.draft_tokens
         row.prefix_digest = sequence.tokens.digests[row.kv_len]
         sequence.planned_draft_length, sequence.requested_draft_length = 0, len(sequence.draft_tokens)
@@ -164,16 +161,9 @@ class Lifecycle:
         """Goes on with a plain decoding round."""
         self.become_drafted(sequence, (), 0, now)
 
-    def become_drafted(
-        self, sequence: Sequence, draft_tokens: tuple[int, ...], requested: int, now: float, confidences: bytes = b""
-    ) -> None:
-        """The draft was asked for `requested` tokens. `confidences` has one number for each that came, or is empty."""
-        if len(confidences) != len(draft_tokens):
-            confidences = b""
-        if confidences:
-            draft_tokens = draft_tokens[: self.controller.worth_verifying(sequence, confidences)]
+    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], requested: int, now: float) -> None:
+        """The draft was asked for `requested` tokens."""
         sequence.draft_tokens = draft_tokens
-        sequence.confidences = confidences
         sequence.requested_draft_length = requested
         sequence.drafted_at = now
         target = sequence.target

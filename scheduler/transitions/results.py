@@ -143,12 +143,12 @@ class Rounds:
         if sequence.proposals_owed:
             sequence.proposals_owed -= 1
         length = row.draft_length
-        proposal, confidences = result.tokens[:length], result.confidences
+        proposal = result.tokens[:length]
         last = len(proposal) - 1
         if ahead > last:
             ahead = last
         entry.ahead = ahead if ahead > 0 else 0
-        self._lifecycle.become_drafted(sequence, proposal, length, now, confidences and confidences[:length])
+        self._lifecycle.become_drafted(sequence, proposal, length, now)
 
     # --- target rows --------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Rounds:
         sequence.target_failures = 0
         sequence.draft_tokens = ()
         if sequence.state is VERIFYING:
-            self._controller.observe(sequence, drafted, accepted)
+            self._controller.observe(sequence, accepted)
             requested = sequence.requested_draft_length
             self._draft_lengths[requested] = self._draft_lengths.get(requested, 0) + 1
         emitted, reason = sequence.commit(tokens)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
 from protos import worker_pb2
 from scheduler.messages import (
     Outcome,
@@ -19,7 +17,6 @@ from scheduler.messages import (
     TokenLogprobs,
     WorkerSpec,
 )
-from scheduler.speculation.acceptance import MAX_CONFIDENCE
 from services.rpc.conversion import WireEnum, from_wire, to_wire
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
@@ -96,7 +93,6 @@ def _followed_from_wire(rows: Sequence[Row], followed: worker_pb2.FollowedRows) 
     told = sum(map(bool, counts))
     digests = tuple(followed.logits_digests) or (0,) * len(tokens)
     proposed, proposals = list(followed.proposed) or [0] * told, tuple(followed.proposed_tokens)
-    confidences = followed.confidences
     columns = {
         "counts": (counts, len(rows)),
         "tokens": (tokens, sum(counts)),
@@ -104,7 +100,6 @@ def _followed_from_wire(rows: Sequence[Row], followed: worker_pb2.FollowedRows) 
         "logits_digests": (digests, len(tokens)),
         "proposed": (proposed, told),
         "proposed_tokens": (proposals, sum(proposed)),
-        "confidences": (confidences, len(confidences) and len(proposals)),
     }
     for name, (column, size) in columns.items():
         if len(column) != size:
@@ -122,7 +117,7 @@ def _followed_from_wire(rows: Sequence[Row], followed: worker_pb2.FollowedRows) 
         if digests[begin]:
             result.logits_digests = digests[begin:end]
         if length:
-            result.outcomes = (Outcome(count - 1, tokens[end - 1], proposals[first:last], confidences[first:last]),)
+            result.outcomes = (Outcome(count - 1, tokens[end - 1], proposals[first:last]),)
         results.append(result)
         begin, first = end, last
     return results
@@ -143,11 +138,6 @@ def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
 
 
-def confidences_to_wire(confidences: Sequence[float]) -> bytes:
-    """One byte for each number; numbers are between 0 and 1."""
-    return np.minimum(np.array(confidences) * (MAX_CONFIDENCE + 1), MAX_CONFIDENCE).astype(np.uint8).tobytes()
-
-
 def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
     """Raises ValueError for a status that this version does not know, and for outcomes that do not add up."""
     return RowResult(
@@ -161,7 +151,6 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.logprobs),
         error=reply.error,
         reused=reply.reused,
-        confidences=reply.confidences,
         prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.prompt_logprobs),
         outcomes=_outcomes_from_wire(reply.outcomes) if reply.HasField("outcomes") else (),
     )
@@ -169,15 +158,14 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
 
 def _outcomes_from_wire(outcomes: worker_pb2.Outcomes) -> tuple[Outcome, ...]:
     accepted, tokens, lengths = tuple(outcomes.accepted), tuple(outcomes.tokens), tuple(outcomes.lengths)
-    proposed, confidences = tuple(outcomes.draft_tokens), outcomes.confidences
-    whole = len(accepted) == len(tokens) == len(lengths) and sum(lengths) == len(proposed)
-    if not whole or len(confidences) not in (0, len(proposed)):
+    proposed = tuple(outcomes.draft_tokens)
+    if not len(accepted) == len(tokens) == len(lengths) or sum(lengths) != len(proposed):
         raise ValueError(
             f"outcomes have {len(accepted)} accepted, {len(tokens)} tokens, {len(lengths)} lengths of {sum(lengths)} "
-            f"in all, {len(proposed)} draft_tokens and {len(confidences)} confidences, which does not add up"
+            f"in all and {len(proposed)} draft_tokens, which does not add up"
         )
     ends = tuple(accumulate(lengths))
     return tuple(
-        Outcome(count, token, proposed[end - length : end], confidences[end - length : end])
+        Outcome(count, token, proposed[end - length : end])
         for count, token, length, end in zip(accepted, tokens, lengths, ends, strict=True)
     )

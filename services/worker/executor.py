@@ -38,7 +38,6 @@ from services.rpc.conversion import from_wire, to_wire
 from services.rpc.worker_codec import (
     ROLES,
     ROW_STATUSES,
-    confidences_to_wire,
     logprobs_to_wire,
 )
 from services.worker.kv_pages import KvTransfer, WrongEpochError
@@ -413,13 +412,11 @@ def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes
         tokens=[proposal.token for proposal in proposals],
         lengths=[len(proposal.tokens) for proposal in proposals],
         draft_tokens=[token for proposal in proposals for token in proposal.tokens],
-        confidences=confidences_to_wire([one for proposal in proposals for one in proposal.confidences]),
     )
 
 
 def _followed_to_wire(followed: Sequence[tuple[PreparedRow, RowOutcome] | None]) -> worker_pb2.FollowedRows:
     counts, tokens, kv_lens, digests, proposed, proposals = (list[int]() for _ in range(6))
-    confidences = list[float]()
     for one in followed:
         if one is None:
             counts.append(0)
@@ -433,14 +430,12 @@ def _followed_to_wire(followed: Sequence[tuple[PreparedRow, RowOutcome] | None])
         proposed.append(0 if proposal is None else len(proposal.tokens))
         if proposal is not None:
             proposals += proposal.tokens
-            confidences += proposal.confidences
     columns = worker_pb2.FollowedRows(counts=counts, tokens=tokens, kv_lens=kv_lens)
     if any(digests):
         columns.logits_digests.extend(digests)
     if proposals:
         columns.proposed.extend(proposed)
         columns.proposed_tokens.extend(proposals)
-        columns.confidences = confidences_to_wire(confidences)
     return columns
 
 
@@ -456,8 +451,6 @@ def _reply(prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
         accepted=outcome.accepted,
         reused=prepared.reused,
     )
-    if outcome.confidences:
-        reply.confidences = confidences_to_wire(outcome.confidences)
     if outcome.logits_digests:
         reply.logits_digests.extend(outcome.logits_digests)
     if outcome.logprobs:

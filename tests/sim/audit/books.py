@@ -206,8 +206,6 @@ def _wrong_outcomes(row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | N
         return "prepares for outcomes of which something is missing"
     if sum(prepared.lengths) != len(prepared.draft_tokens):
         return f"{len(prepared.draft_tokens)} tokens come for outcomes, with lengths {list(prepared.lengths)}"
-    if len(prepared.confidences) not in (0, len(prepared.draft_tokens)):
-        return f"{len(prepared.confidences)} confidences come with {len(prepared.draft_tokens)} tokens for outcomes"
     outcomes = list(outcomes_of(answer))
     results = [(accepted, token) for accepted, token, _ in outcomes]
     if row.sample:

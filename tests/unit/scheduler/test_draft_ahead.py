@@ -55,7 +55,7 @@ def finds_three_tokens(driver: Driver) -> Answer:
         for _ in range(4):
             follows.extend([target_token(follows.digest(len(follows)))])
         token, *proposal = follows.tokens[len(held) :]
-        result.outcomes = (Outcome(len(row.draft_tokens), token, tuple(proposal), bytes([200] * 3)),)
+        result.outcomes = (Outcome(len(row.draft_tokens), token, tuple(proposal)),)
         return result
 
     return answer
