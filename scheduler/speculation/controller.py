@@ -75,7 +75,7 @@ class Controller:
             figures.wire.observe(elapsed - seconds)
         if not work.decoded:
             return False
-        figures.features = features
+        figures.step.observe(seconds)
         figures.kv_share = work.kv / work.decoded
         drafted, sequences = figures.drafting, len(target.sequences)
         # Once in a cycle, or when the target has at least twice as many sequences as when it was decided last.
@@ -183,7 +183,7 @@ class Controller:
         of_pass, of_token, of_kv = known.cost.coefficients
         of_outcome = sequences * (of_token + of_kv * fmean([one.length for one in draft.sequences.values()] or [0]))
         outcomes = min(self._config.draft_ahead, int(of_pass / max(of_outcome, _SHORTEST_SECONDS)))
-        verification = min(target.figures.typical for target in targets)
+        verification = min(target.figures.step.seconds for target in targets)
         passes = int(verification / max(of_pass + outcomes * of_outcome, _SHORTEST_SECONDS))
         length = min(passes - 1, self._config.draft_length)
         return Preparation(outcomes, length, known.found) if outcomes and length > 0 else None

@@ -16,10 +16,11 @@ _SHORTEST = 0.5
 
 class MeanSeconds:
     """The mean of times, weighted so that relative errors count: one that stalled counts for next to nothing, and a
-    much shorter one no more than a few (`_SHORTEST`)."""
+    much shorter one no more than a few (`_SHORTEST`). Before the first it is `initial`."""
 
-    def __init__(self) -> None:
-        self._sum = self._squares = self.seconds = 0.0
+    def __init__(self, initial: float = 0.0) -> None:
+        self._sum = self._squares = 0.0
+        self.seconds = initial
 
     def observe(self, seconds: float) -> None:
         if 0 < seconds < math.inf:
@@ -36,13 +37,13 @@ class LinearCost:
     step that stalled weighs next to nothing, and units do not matter; nor can a step that failed at once weigh more
     than a few (`_SHORTEST`, by the coefficients that were asked for last). Of earlier observations only what speaks of
     the same direction is forgotten (Cao and Schwartz, Automatica 36, 2000, section 3): what a token costs stays known
-    while all steps have one size. Coefficients are first guessed to be in the proportions of `guess`. Before the first
-    observation a step takes `initial_seconds`, whatever its size. The first feature is never 0.
+    while all steps have one size. Coefficients are first guessed to be in the proportions of `guess`; before the first
+    observation they are 0. The first feature is never 0.
     """
 
-    def __init__(self, guess: tuple[float, ...], initial_seconds: float = 0.0) -> None:
+    def __init__(self, guess: tuple[float, ...]) -> None:
         self._guess = guess
-        self._solution = [initial_seconds, *[0.0] * (len(guess) - 1)]
+        self._solution = [0.0] * len(guess)
         self._solved = True
         self._matrix: list[list[float]] = []
         """Of the normal equations, a row for each feature; `_right` is their right side."""

@@ -32,10 +32,10 @@ class TargetFigures:
     """What was learnt of one target, and decided for it.
 
     `cost` is that of a step by (1, batched tokens, those of them to verify, tokens of KV that are read), `wire` the
-    delay of an answer beyond its step. `features` are those of the last step that verified, for whose like `wait_bound`
-    makes others wait; it read `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and
-    `drafting` tells whether any of them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that
-    decodes plainly draft one token.
+    delay of an answer beyond its step, and `step` the time of a step that verifies, by which `wait_bound` counts. The
+    last one read `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and `drafting` tells
+    whether any of them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that decodes plainly
+    draft one token.
 
     A target with a head also has the head's `acceptance`, and costs by its passes and by the tokens that it proposes;
     it is its own draft worker in `choices`.
@@ -44,19 +44,14 @@ class TargetFigures:
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
         self.acceptance = acceptance
         of_head = () if acceptance is None else (TOKEN_SHARE, TOKEN_SHARE**2)
-        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, *of_head), initial_step_seconds)
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, *of_head))
         self.wire = MeanSeconds()
-        self.features: tuple[float, ...] = (1.0,)
+        self.step = MeanSeconds(initial_step_seconds)
         self.kv_share = 0.0
         self.choices: dict[str, Choice] = {}
         self.drafting = False
         self.rounds = self.decided_for = self.steps = 0
         self.plain_step = self.probe_due = False
-
-    @property
-    def typical(self) -> float:
-        """Seconds that a step like the last one that verified takes."""
-        return self.cost.predict(*self.features)
 
 
 class DraftFigures:
@@ -64,8 +59,8 @@ class DraftFigures:
     are read), the delay of an answer beyond its step (`wire`), the acceptance of its model, and in which share of
     verifications the outcome was `found` among those that it had prepared for."""
 
-    def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance) -> None:
-        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**3), initial_step_seconds)
+    def __init__(self, acceptance: ModelAcceptance) -> None:
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**3))
         self.wire = MeanSeconds()
         self.acceptance = acceptance
         self.found = PRIOR_CHANCE

@@ -385,7 +385,7 @@ class DraftWorker(WorkerState):
 
     def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance) -> None:
         super().__init__(spec, config)
-        self.figures = DraftFigures(config.initial_step_seconds, acceptance)
+        self.figures = DraftFigures(acceptance)
         self.ready: dict[int, Sequence] = {}
         self.lagging: dict[int, Sequence] = {}
         self.max_kv_lag = min(max(self.chunk, STEADY_KV_LAG), spec.max_num_batched_tokens)
@@ -472,7 +472,7 @@ class TargetWorker(WorkerState):
     @property
     def wait_bound(self) -> float:
         """Seconds that a DRAFTED sequence may now wait voluntarily."""
-        return self._wait_bound_steps * self.figures.typical
+        return self._wait_bound_steps * self.figures.step.seconds
 
     def due(self, now: float) -> float:
         """Until when a sequence drafted now may be made to wait: the bound, counted from its place in the queue.
@@ -481,7 +481,7 @@ class TargetWorker(WorkerState):
         due before one that was drafted earlier.
         """
         steps = self._wait_bound_steps + len(self.drafted) // self._batch_size
-        due = now + steps * self.figures.typical
+        due = now + steps * self.figures.step.seconds
         if due > self._latest_due:
             self._latest_due = due
         return self._latest_due
