@@ -231,7 +231,8 @@ class KvMoved:
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
-    """`seconds` is the time the worker spent on the step itself, without queueing."""
+    """`results` has one for each row, in their order. `seconds` is the time that the worker spent on the step itself,
+    without queueing."""
 
     worker_id: str
     step_id: int

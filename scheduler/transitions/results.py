@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from scheduler.messages import EmitTokens, Row, RowResult, RowStatus, StepCompleted
 from scheduler.state.workers import (
     DRAFTING,
@@ -42,15 +40,13 @@ class Rounds:
         if step is None:
             return
         worker.changed = True
-        in_flight, results = worker.in_flight, dict[int, RowResult]()
-        for result in event.results:
-            results[result.sequence_id] = result
+        in_flight, results = worker.in_flight, event.results
+        for row, result in zip(step.rows, results, strict=True):
             if result.reused > 0:
                 # Prefix KV that a worker took over from other sequences took no time.
-                fed = [len(row.tokens) for row in step.rows if row.sequence_id == result.sequence_id]
-                step.work.leave_out(min([result.reused, *fed]))
+                step.work.leave_out(min(result.reused, len(row.tokens)))
         # Where the whole step failed, one of its rows, it is not known which, has failed the others.
-        together = len(step.rows) > 1 and _all_failed(step.rows, results)
+        together = len(results) > 1 and all(result.status is RowStatus.FAILED for result in results)
         elapsed = None if step.sent_at is None else now - step.sent_at
         if isinstance(worker, TargetWorker):
             for row in step.rows if step.work.fed else ():
@@ -61,26 +57,24 @@ class Rounds:
                 step.work.decoded += sum(len(row.draft_tokens) for row in step.rows if row.follows)
             if self._controller.target_step(worker, step.work, event.seconds, elapsed):
                 self._lifecycle.drafting_changed(worker)
-            for row in step.rows:
+            for row, result in zip(step.rows, results, strict=True):
                 if row.before is None and in_flight[row.sequence_id] is row:
                     del in_flight[row.sequence_id]  # as `row_answered` does: most rows are alone
                 else:
                     worker.row_answered(row)
                 if not row.abandoned:
-                    result = results.get(row.sequence_id) or _missing(row)
                     self._target_row(worker, worker.sequences[row.sequence_id], row, result, together, now)
             return
-        if any(row.outcomes and _ended_early(row, results) for row in step.rows):
+        if any(row.outcomes and _ended_early(row, result) for row, result in zip(step.rows, results, strict=True)):
             step.work = Work()
         self._controller.draft_step(worker, step.work, event.seconds, elapsed)
-        for row in step.rows:
+        for row, result in zip(step.rows, results, strict=True):
             wanted = not row.abandoned
             if row.before is None and in_flight[row.sequence_id] is row:
                 del in_flight[row.sequence_id]
             else:
                 worker.row_answered(row)
             if not row.abandoned:
-                result = results.get(row.sequence_id) or _missing(row)
                 self._draft_row(worker, worker.sequences[row.sequence_id], row, result, together, now)
             elif wanted and (sequence := worker.sequences[row.sequence_id]).state is DRAFTING:
                 # Its proposal overtook the answer to what was prepared, and does not count.
@@ -283,23 +277,9 @@ def _usable_length(sequence: Sequence, result: RowResult) -> int:
     return min(_agreed_length(sequence, result), sequence.length - 1, sequence.score_from)
 
 
-def _ended_early(row: Row, results: Mapping[int, RowResult]) -> bool:
+def _ended_early(row: Row, result: RowResult) -> bool:
     """Whether a row has prepared fewer or shorter proposals than it was to: another step waited, or it failed."""
-    result = results.get(row.sequence_id)
-    prepared = 0 if result is None else sum(len(outcome.draft_tokens) for outcome in result.outcomes)
-    return prepared < row.outcomes * row.draft_length
-
-
-def _all_failed(rows: tuple[Row, ...], results: Mapping[int, RowResult]) -> bool:
-    for row in rows:
-        result = results.get(row.sequence_id)
-        if result is None or result.status is not RowStatus.FAILED:
-            return False
-    return True
-
-
-def _missing(row: Row) -> RowResult:
-    return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="the worker's answer lacks this row")
+    return sum(len(outcome.draft_tokens) for outcome in result.outcomes) < row.outcomes * row.draft_length
 
 
 def _error(worker: Worker, result: RowResult) -> str:
