@@ -47,6 +47,7 @@ class WatchedCore(SchedulerCore):
         self._unanswered: Counter[str] = Counter()
         self._idle_since: dict[str, float] = {}
         self._begun: set[int] = set()
+        self._preemptions = 0
         self._bound = 0.0
         """The longest that a sequence was ever to wait voluntarily: it changes with the seconds of steps."""
 
@@ -124,9 +125,14 @@ class WatchedCore(SchedulerCore):
                 self._fail(f"sends {step.worker_id} step {step.step_id}, which {rule}")
 
     def _check_turns(self, newcomer: int | None = None) -> None:
-        """Of sequences of one key, whoever has begun comes first by priority and age among those that have not."""
+        """Of sequences of one key, whoever has begun comes first by priority and age among those that have not. Those
+        that wait after a preemption may have begun before it."""
         waiting: dict[str, tuple[int, int]] = {}
         begun = []
+        preemptions = self.snapshot().preemptions if self._world.plan.config.keys else 0
+        if preemptions > self._preemptions:
+            self._preemptions = preemptions
+            self._begun.update(self._requests)
         for one in self.sequences(len(self._requests)) if self._world.plan.config.keys else ():
             if one.sequence_id not in self._begun:
                 request = self._requests[one.sequence_id]
