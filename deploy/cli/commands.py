@@ -159,13 +159,17 @@ def chat_command(
 ) -> int:
     """Talks to a running server in the terminal."""
     from deploy.cli.chat import FALLBACK_URL, chat
+    from deploy.cli.status import find_served
     from deploy.cluster.served_state import StateFolder
 
-    served = StateFolder().read(app)
-    address = url or (served.http_url if served is not None else FALLBACK_URL)
+    if url is None:
+        state = StateFolder()
+        # A server of the default name may have been started elsewhere; one of another name must be known here.
+        served = state.read(app) if app == "spool" else find_served(app, state)
+        url = FALLBACK_URL if served is None else served.http_url
     options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "priority": priority}
     chosen = {name: value for name, value in options.items() if value is not None}
-    return chat(address, model, api_key, system, chosen, stats=stats)
+    return chat(url, model, api_key, system, chosen, stats=stats)
 
 
 def logs_command(

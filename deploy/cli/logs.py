@@ -40,8 +40,6 @@ def logs(app_name: str, process: str | None, tail: int | None, follow: bool) -> 
     no process has the name.
     """
     served = find_served(app_name, StateFolder())
-    if served.log_folder is None:
-        raise RunError(f"{app_name} was started by another version, which kept no folder of logs")
     found = log_files(Path(served.log_folder), app_name, ray=served.ray_address is not None)
     chosen = {name: path for name, path in found.items() if name.lower().startswith((process or "").lower())}
     if not chosen:

@@ -83,7 +83,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     reporter.stage("ray", "started", None)
     try:
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
-            served = _served(config, ray.address, ray.process_id, started_serve=True)
+            served = _served(config, ray.address, ray.process_id, ray_log_folder(), started_serve=True)
             _deploy(config.on_one_machine(), served, state)
             if detach:
                 ray.detach()
@@ -102,7 +102,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
         if not started_serve and application_state(app_name)["status"] != "NOT_STARTED":
             raise _served_already(app_name)
         try:
-            served = _served(config, address, None, started_serve)
+            served = _served(config, address, None, ray_log_folder(), started_serve)
             _deploy(config, served, state)
             stays = detach
             _finish(config, served, detach)
@@ -140,10 +140,9 @@ async def _serve_processes(
         cell = running_cell(config, workers, security, folder, Reporter().stage)
         group, scheduler_address = await running.enter_async_context(cell)
         served = replace(
-            _served(config, None, os.getpid(), started_serve=False),
+            _served(config, None, os.getpid(), str(folder), started_serve=False),
             scheduler_address=scheduler_address,
             scheduler_security=security.to_json(),
-            log_folder=str(folder),
         )
         state.write(served)
         running.callback(state.forget, app_name)
@@ -187,7 +186,9 @@ def _security(config: SpoolConfig) -> ChannelSecurity:
         raise UsageError(str(error)) from error
 
 
-def _served(config: SpoolConfig, ray_address: str | None, process_id: int | None, started_serve: bool) -> Served:
+def _served(
+    config: SpoolConfig, ray_address: str | None, process_id: int | None, log_folder: str, started_serve: bool
+) -> Served:
     return Served(
         app_name=config.ray.app_name,
         ray_address=ray_address,
@@ -196,7 +197,7 @@ def _served(config: SpoolConfig, ray_address: str | None, process_id: int | None
         grpc_address=grpc_address(config),
         model=config.served_name,
         started_serve=started_serve,
-        log_folder=None if ray_address is None else ray_log_folder(),
+        log_folder=log_folder,
     )
 
 

@@ -36,9 +36,9 @@ class Served:
     grpc_address: str | None
     model: str
     started_serve: bool
+    log_folder: str
     scheduler_address: str | None = None
     scheduler_security: str | None = None
-    log_folder: str | None = None
 
 
 class StateFolder:

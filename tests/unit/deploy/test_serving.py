@@ -125,7 +125,7 @@ def test_ports_that_are_taken() -> None:
 
 def test_state_is_read_back_and_forgotten(state: StateFolder) -> None:
     assert state.read("spool") is None
-    served = Served("spool", "127.0.0.1:1", 3, "http://127.0.0.1:8000", None, "demo", True)
+    served = Served("spool", "127.0.0.1:1", 3, "http://127.0.0.1:8000", None, "demo", True, "/logs")
     state.write(served)
     assert state.read("spool") == served
     (state.path / "spool.json").write_text(json.dumps({"app_name": "spool"}))
@@ -192,6 +192,7 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
         ("status", 1, "spool is not served here"),
         ("status --app a/b", 2, "the application's name is 'a/b', must be up to 64 letters"),
         ("chat --priority 2147483648", 2, "'--priority': Input should be less than or equal to 2147483647"),
+        ("chat --app other", 1, "other is not served here"),
         ("chat --url nope", 2, "--url is 'nope', must be as in http://127.0.0.1:8000"),
         ("chat --url http://127.0.0.1:1", 1, "http://127.0.0.1:1 does not answer"),
         ("config show nowhere.yaml", 2, "nowhere.yaml: cannot be read: No such file or directory"),
