@@ -184,7 +184,7 @@ def read_texts(prompts: Path, answers: Path, tokenizer: ModelTokenizer) -> list[
     """Raises `UsageError` for bad prompts, ValueError for answers that `spool generate` did not write for them."""
     asked = load_prompts(prompts, None)
     texts = []
-    for number, line in enumerate(answers.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(answers.read_bytes().splitlines(), 1):
         try:
             content = json.loads(line)
             prompt = asked[content["index"]].encode(tokenizer)

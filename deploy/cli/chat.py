@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 import httpx
@@ -35,6 +36,8 @@ def chat(
 
     Raises UsageError for an address that is none, RunError when there is no server, or it refuses.
     """
+    if isinstance(source, TextIOWrapper):
+        source.reconfigure(errors="replace")
     key = api_key or os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     opening = [{"role": "system", "content": system}] if system else []
@@ -120,7 +123,7 @@ def _speed(usage: dict[str, Any], seconds: float) -> str:
 
 def _pieces(response: httpx.Response) -> Iterator[tuple[str, Any]]:
     """Texts, and the usage if there is one, each with the field that has it."""
-    for line in response.iter_lines():
+    for line in _lines(response):
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
@@ -133,6 +136,15 @@ def _pieces(response: httpx.Response) -> Iterator[tuple[str, Any]]:
             for name in ("reasoning_content", "content"):
                 if piece := choice["delta"].get(name):
                     yield name, piece
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Those of the response's own method also end at characters that JSON texts may hold, such as U+2028."""
+    held = ""
+    for text in response.iter_text():
+        *lines, held = (held + text).split("\n")
+        yield from lines
+    yield held
 
 
 def _first_model(client: httpx.Client) -> str:

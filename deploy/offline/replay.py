@@ -83,14 +83,17 @@ def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any, Sequence[float]]]:
     """Receipts, or answers that have some: one in a file, or one a line. Each with its place and log probabilities."""
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            # Lines of bytes: those of texts also end at characters that JSON texts may hold, such as U+2028.
+            content = file.read_bytes()
             try:
-                entries = [json.loads(text)]
+                entries = [json.loads(content)]
             except ValueError:
-                entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
+                entries = [json.loads(line) for line in content.splitlines() if line.strip()]
+            found = [each for entry in entries for each in receipts_in(entry)]
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read as JSON or JSON lines: {error}") from error
-        found = [each for entry in entries for each in receipts_in(entry)]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UsageError(f"{file} has choices that are no answer's: {error}") from error
         if not found:
             raise UsageError(f"{file} holds no receipt")
         for number, (data, logprobs) in enumerate(found, 1):

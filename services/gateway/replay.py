@@ -31,7 +31,7 @@ async def replay(text: str, engine: CompletionEngine) -> str | None:
     _, info = await engine.model(None)
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"the receipt is no JSON: {error}"
     try:
         receipt = Receipt.from_json(data, engine.receipt_key.public)

@@ -161,7 +161,7 @@ def _sampling(plain: Any) -> SamplingParameters:
         }
         sampling = SamplingParameters(**values)
         alike = _plain(sampling) == plain
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ReceiptError(f"sampling cannot be read: {error}") from error
     if not alike:
         raise ReceiptError("sampling is not in the form that receipts have")

@@ -71,3 +71,8 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(json.dumps({"index": 1, "tokens": [3]}) + "\n")
     with pytest.raises(ValueError, match=r"answers\.jsonl:1 is no answer"):
         read_texts(tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", ModelTokenizer(target))
+    # U+2028 ends no line of JSON.
+    good = json.dumps({"index": 0, "tokens": [3], "text": "\u2028"}, ensure_ascii=False) + "\n"
+    (tmp_path / "answers.jsonl").write_text(good)
+    with pytest.raises(ValueError, match=rf"answers\.jsonl has 1 answers, must have at least {HELD_OUT}"):
+        read_texts(tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", ModelTokenizer(target))

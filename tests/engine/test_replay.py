@@ -274,11 +274,19 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
     assert (ended.code, "2 of 2 receipts are equal" in ended.err) == (0, True), ended.err
     damaged = one | {"output_token_ids": [1, *one["output_token_ids"][1:]]}
     refused = {"refused": "the targets are not alike"}
-    ended = spool_here("replay", write_lines(tmp_path / "two.jsonl", damaged, refused), "--target", "nowhere")
+    # An answer as servers write it: U+2028 stands in its text as it is, and ends no line of JSON.
+    served_line = json.dumps({"choices": [{"text": "\u2028", "receipt": damaged}]}, ensure_ascii=False)
+    (tmp_path / "two.jsonl").write_text(f"{served_line}\n{json.dumps(refused)}\n")
+    ended = spool_here("replay", tmp_path / "two.jsonl", "--target", "nowhere")
     assert ended.code == 1
     assert "two.jsonl, receipt 1: output_token_ids and digests.output do not fit each other" in ended.err
     assert "two.jsonl, receipt 2: there is no receipt: the targets are not alike" in ended.err
-    for text, problem in (("{", "cannot be read as JSON"), ('{"choices": []}', "holds no receipt")):
+    for text, problem in (
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"choices": []}', "holds no receipt"),
+        ('{"choices": [3]}', "has choices that are no answer's"),
+    ):
         answer.write_text(text)
         ended = spool_here("replay", answer)
         assert (ended.code, problem in ended.err) == (2, True), ended.err

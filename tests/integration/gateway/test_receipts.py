@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -180,8 +181,10 @@ def test_the_server_computes_what_it_has_signed_again(gateways: Gateways) -> Non
             "it cannot be computed: prompt of": replace(one, prompt=one.prompt * 200),
         }
         texts = [json.dumps(receipt.to_json(KEY)) for receipt in [*receipts, *unlike.values()]]
-        texts += [json.dumps(one.to_json()), "{"]
-        reasons = [*unlike, "signature is missing", "the receipt is no JSON"]
+        endless = one.to_json(KEY)
+        endless["sampling"]["seed"] = math.inf
+        texts += [json.dumps(one.to_json()), "{", "[" * 100_000, json.dumps(endless)]
+        reasons = [*unlike, "signature is missing", *["the receipt is no JSON"] * 2, "sampling cannot be read"]
         targets = [worker.executor.engine for worker in gateways.cell.workers if worker.executor.role is Role.TARGET]
         before = sum(target.steps for target in targets)
         with Client(served.address) as client:

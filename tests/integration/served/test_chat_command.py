@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
-from io import StringIO
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 from pydantic import SecretStr
@@ -79,6 +82,28 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(gateways: Gatewa
     assert text.endswith(" ...\n")
     whole = answer(gateways, [{"role": "user", "content": "tell it all"}], 1500)
     assert whole.startswith(text.removesuffix(" ...\n").rstrip("\ufffd"))
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """An OpenAI server with one answer to everything."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        text = f"{asked['messages'][-1]['content']}\u2028\x85!"
+        self.send_response(200)
+        self.end_headers()
+        event = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
+        self.wfile.write(f"data: {event}\r\n\r\ndata: [DONE]\r\n\r\n".encode())
+
+
+def test_any_text_can_be_asked_and_answered() -> None:
+    """An event ends at no other character than the two that end lines there; what is no UTF-8 is no reason to stop."""
+    source, sink = TextIOWrapper(BytesIO(b"a \xff\n"), encoding="utf-8"), StringIO()
+    with HTTPServer(("127.0.0.1", 0), _Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert chat(f"http://127.0.0.1:{server.server_port}", "any", None, None, {}, source, sink) == 0
+        server.shutdown()
+    assert sink.getvalue() == "a \ufffd\u2028\x85!\n"
 
 
 def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
