@@ -20,17 +20,18 @@ from engine.settings import DTYPES, EngineSettings
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
 
+EngineOf = Callable[[Role, str], EngineSettings]
+"""The engine of a role on a device, without what shares the device or its process."""
+
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
-def cell_workers(
-    config: SpoolConfig, engine_of: Callable[[Role, str], EngineSettings] | None = None
-) -> list[WorkerLaunch]:
+def cell_workers(config: SpoolConfig, engine_of: EngineOf | None = None) -> list[WorkerLaunch]:
     """The workers that a configuration starts on this machine, with names; targets first, also on GPUs.
 
     `engine_of` gives the engine of a role on a device, in place of the configuration. Raises UsageError and RunError.
     """
-    engine_of = engine_of or (lambda role, device: config.engine_settings(role, device, config.threads(role)))
+    engine_of = engine_of or config.engine_of
     places = [(role, index) for role in config.roles for index in range(config.group(role).replicas)]
     on_gpus = {
         number: config.engine.ranks(role)
@@ -44,14 +45,33 @@ def cell_workers(
         if not config.has_model(role):
             launches.append(WorkerLaunch(role, {"model": NGRAM}, threads=1, name=name))
             continue
-        engine = engine_of(role, device)
-        if device != "cpu":
-            others = [places[other][0] for other, shared in devices.items() if shared == device and other != number]
-            engine = replace(
-                engine, gpu_peers=tuple(worker_memory(engine_of(other, device), other) for other in others)
-            )
+        others = [places[other][0] for other, shared in devices.items() if shared == device and other != number]
+        engine = worker_engine(config, role, device, others, engine_of)
         launches.append(WorkerLaunch(role, asdict(engine), engine.threads, name))
     return launches
+
+
+def worker_engine(
+    config: SpoolConfig, role: Role, device: str, others: Sequence[Role], engine_of: EngineOf
+) -> EngineSettings:
+    """Of a worker that has its device together with `others`; a target's also holds that of the draft inside it.
+
+    Raises `UsageError`.
+    """
+    inside = (Role.DRAFT,) if config.models.drafts_inside else ()
+    models = [one for worker in (role, *others) for one in (worker, *(inside if worker is Role.TARGET else ()))]
+
+    def sharing(place: int) -> EngineSettings:
+        engine = engine_of(models[place], device)
+        if device == "cpu":
+            return engine
+        peers = [one for number, one in enumerate(models) if number != place and config.has_model(one)]
+        return replace(engine, gpu_peers=tuple(worker_memory(engine_of(peer, device), peer) for peer in peers))
+
+    engine = sharing(0)
+    if inside and role is Role.TARGET:
+        return replace(engine, inside_draft=replace(sharing(1), threads=engine.threads))
+    return engine
 
 
 def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:

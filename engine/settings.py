@@ -42,7 +42,7 @@ class EngineSettings:
     alike share the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs.
     So many ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
     `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
-    (engine/models/drafting_head.py).
+    (engine/models/drafting_head.py). `inside_draft`: of a draft that runs in the target's process.
     """
 
     model: str
@@ -66,6 +66,7 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"
     draft_head: str | None = None
     target: str | None = None
+    inside_draft: EngineSettings | None = None
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> Self:
@@ -78,7 +79,9 @@ class EngineSettings:
         if "model" not in settings:
             raise ValueError("settings hold no model")
         peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
-        return cls(**{**settings, "gpu_peers": peers})
+        inside = settings.get("inside_draft")
+        inside = None if inside is None else cls.from_plain(inside)
+        return cls(**{**settings, "gpu_peers": peers, "inside_draft": inside})
 
     @property
     def quantized_kv(self) -> bool:
@@ -117,8 +120,9 @@ class EngineSettings:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
-        if self.draft_head is not None and self.tensor_parallel_size > 1:
+        draft = self.draft_head if self.inside_draft is None else self.inside_draft.model
+        if draft is not None and self.tensor_parallel_size > 1:
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, must be 1 with the drafting head "
-                f"{self.draft_head}: a head runs beside a whole target"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, must be 1 with {draft}, which drafts inside a "
+                "whole target"
             )

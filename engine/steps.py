@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.drafting.draft_kv import DraftKv
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
 from engine.sampling.grammars import GrammarState
@@ -34,7 +35,8 @@ class VerifyRow:
     `history` is prompt plus committed output up to and including `tokens`; only penalties and grammars read it. With
     `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
     `grammar_state` is that of the sequence in steps before; it follows `history` by itself. The tokens that `scoring`
-    names follow some of `tokens`. With a drafting head, up to `draft_length` tokens are proposed after the sampled one.
+    names follow some of `tokens`. With a drafting head or a draft inside, up to `draft_length` tokens are proposed
+    after the sampled one; `draft_kv` is what that draft has of the sequence.
     """
 
     table: PageTable
@@ -49,6 +51,7 @@ class VerifyRow:
     grammar_state: GrammarState = field(default_factory=GrammarState)
     scoring: PromptScoring | None = None
     draft_length: int = 0
+    draft_kv: DraftKv = field(default_factory=DraftKv)
 
 
 @dataclass(slots=True)
@@ -106,7 +109,7 @@ class RowOutcome:
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
     table covers all of it but its last token. `confidences` say how sure the draft is of each of them, from 0 to 1;
     empty where it cannot say. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the likeliest result's
-    first; the table covers `assumed`. Of a `VerifyRow`, it holds what a head proposes after `tokens`.
+    first; the table covers `assumed`. Of a `VerifyRow`, it holds what follows `tokens` by the target's own proposal.
     """
 
     tokens: list[int]

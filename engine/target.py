@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import accumulate, islice
 from math import isnan
+from typing import Protocol
 
 import torch
 
 from engine.description import EngineDescription
-from engine.drafting.head_drafting import HeadDrafting
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
@@ -28,6 +28,12 @@ _NOT_A_NUMBER = "the target's logits are not finite"
 _NO_TOKEN = "the grammar allows only stop tokens, which min_tokens forbids here, or the target's logits are not finite"
 
 
+class Drafting(Protocol):
+    """`HeadDrafting` or `InsideDrafting`."""
+
+    def follow(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> float: ...
+
+
 class TargetEngine:
     """Verifies rows batch by batch; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
 
@@ -39,7 +45,7 @@ class TargetEngine:
         kv_store: KvStore,
         scan: LogitsScan,
         grammars: Grammars | None = None,
-        drafting: HeadDrafting | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `drafting`: of a head that
         the worker has beside the model."""
@@ -49,6 +55,11 @@ class TargetEngine:
         self._runner = runner
         self._scan = scan
         self._grammars = grammars
+        self._drafting = drafting
+
+    def draft_with(self, drafting: Drafting, draft_id: str) -> None:
+        """The target proposes by itself from now on."""
+        self.description = replace(self.description, head_id=draft_id)
         self._drafting = drafting
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:

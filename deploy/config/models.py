@@ -47,6 +47,9 @@ class ModelsSection(Section):
     draft_kind: Literal["auto", "model", "head"] = described(
         "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
     )
+    draft_in: Literal["workers", "targets"] = described(
+        "workers", "`targets`: each target's worker also runs the draft; there are no draft workers."
+    )
     draft_lookup: int | None = described(
         None,
         "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier in "
@@ -103,17 +106,24 @@ class ModelsSection(Section):
     def drafts_with_model(self) -> bool:
         return self.draft_name not in (NGRAM, NO_DRAFT) and not self.drafts_with_head
 
-    def head_conflict(self, draft_replicas: str | None, ranks: int) -> str | None:
-        """Why the workers cannot be as asked for, since the draft is a head; `draft_replicas`: what asks for some."""
-        if not self.drafts_with_head:
+    @property
+    def drafts_inside(self) -> bool:
+        """Whether a draft model or prompt lookup runs in each target's worker."""
+        return self.draft_in == "targets" and self.drafts and not self.drafts_with_head
+
+    @property
+    def drafts_in_workers(self) -> bool:
+        return self.drafts and not self.drafts_inside and not self.drafts_with_head
+
+    def inside_conflict(self, draft_replicas: str | None, ranks: int) -> str | None:
+        """Why the workers cannot be as asked for, since targets run the draft; `draft_replicas`: what asks for some."""
+        if self.drafts_in_workers or not self.drafts:
             return None
         if draft_replicas is not None:
-            return (
-                f"{draft_replicas}, must be unset: the draft {self.draft_name} is a drafting head, which runs in the "
-                "target's workers and cannot be a draft worker"
-            )
+            what = "models.draft_in is targets" if self.drafts_inside else f"{self.draft_name} is a drafting head"
+            return f"{draft_replicas}, must be unset: {what}, so that the targets' workers draft"
         if ranks > 1:
-            return f"tensor_parallel_size is {ranks}, must be 1: the head {self.draft_name} runs beside a whole target"
+            return f"tensor_parallel_size is {ranks}, must be 1: the draft {self.draft_name} runs beside a whole target"
         return None
 
 

@@ -153,7 +153,7 @@ class SpoolConfig(Section):
         draft = self.groups.draft
         asks = [name for name in ("replicas", "autoscaling") if getattr(draft, name) != getattr(WorkerGroup(), name)]
         replicas = f"groups.draft.{asks[0]} is set" if asks else None
-        conflict = self.models.head_conflict(replicas, self.engine.tensor_parallel_size)
+        conflict = self.models.inside_conflict(replicas, self.engine.tensor_parallel_size)
         if conflict is not None:
             yield conflict if asks else f"engine.{conflict}"
         for role in self.roles:
@@ -185,20 +185,22 @@ class SpoolConfig(Section):
         return None
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
-        settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
-        return any(setting is not None for setting in settings)
+        groups = (group, self.groups.draft) if self.models.drafts_inside and self.models.drafts_with_model else (group,)
+        of_all = (self.engine.kv_pages, self.engine.kv_memory)
+        return all(any(one is not None for one in (each.kv_pages, each.kv_memory, *of_all)) for each in groups)
 
     def scheduler_config(self) -> SchedulerConfig:
         """For the scheduler core of one cell, with its part of what the keys with a name may have."""
         models, cells = self.models, self.groups.cells
         keys = tuple(key.key_class.part_of(cells) for key in self.auth.keys)
-        config = self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
+        draft_workers = models.drafts_with_model and models.drafts_in_workers
+        config = self.scheduling.scheduler_config(models.drafts, keys, draft_workers)
         return replace(config, shared_device=self.shares_device)
 
     @property
     def is_one_pair(self) -> bool:
         """Whether there is one replica with a target model, one with a draft model, and never more."""
-        one_each = all(self.group(role).most == 1 for role in self.roles)
+        one_each = len(self.roles) == 2 and all(self.group(role).most == 1 for role in self.roles)
         return self.models.drafts_with_model and self.groups.cells == 1 and one_each
 
     @property
@@ -216,8 +218,7 @@ class SpoolConfig(Section):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The groups that there are."""
-        models = self.models
-        return (Role.TARGET, Role.DRAFT) if models.drafts and not models.drafts_with_head else (Role.TARGET,)
+        return (Role.TARGET, Role.DRAFT) if self.models.drafts_in_workers else (Role.TARGET,)
 
     @property
     def served_name(self) -> str:
@@ -265,6 +266,10 @@ class SpoolConfig(Section):
             memory = ByteSize(_CPU_KV_BYTES[role])
         kv_bytes = None if memory is None else int(memory)
         return self.engine.for_worker(self.models, role, device, threads, kv_pages=pages, kv_memory_bytes=kv_bytes)
+
+    def engine_of(self, role: Role, device: str) -> EngineSettings:
+        """`engine_settings` with the group's threads."""
+        return self.engine_settings(role, device, self.threads(role))
 
     def on_one_machine(self) -> SpoolConfig:
         """Replicas communicate over loopback and share the cores, unless the file says otherwise."""

@@ -73,6 +73,8 @@ def _gateways(config: SpoolConfig) -> Pods:
 def _workers(config: SpoolConfig, role: Role) -> Pods:
     group = config.group(role)
     cells = config.groups.cells if role in config.roles else 0
+    loads = (role, Role.DRAFT) if config.models.drafts_inside else (role,)
+    weights = {config.model(one): None for one in loads if cells and config.has_model(one)}
     return Pods(
         group=role.value,
         replicas=cells * group.replicas,
@@ -81,7 +83,7 @@ def _workers(config: SpoolConfig, role: Role) -> Pods:
         cpus=max(1, math.ceil(group.num_cpus)),
         gpus=math.ceil(group.num_gpus or 0),
         resources=_whole(group),
-        weights=(config.model(role),) if cells and config.has_model(role) else (),
+        weights=tuple(weights),
         drain_seconds=math.ceil(group.drain_seconds),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -12,8 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from deploy.assembly.secrets import channel_security
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.replica import SchedulerAddress, internal_host
-from deploy.workers import worker_memory
-from engine.settings import EngineSettings
+from deploy.workers import worker_engine
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
@@ -81,18 +80,11 @@ class WorkerReplica:
 def _arguments(config: SpoolConfig, role: Role) -> WorkerArguments:
     if not config.has_model(role):
         return WorkerArguments(role, {"model": NGRAM_MODEL})
-    settings = _engine_settings(config, role)
-    if config.pair_shares_a_gpu:
-        other = Role.DRAFT if role is Role.TARGET else Role.TARGET
-        settings = replace(settings, gpu_peers=(worker_memory(_engine_settings(config, other), other),))
-    return WorkerArguments(role, asdict(settings))
-
-
-def _engine_settings(config: SpoolConfig, role: Role) -> EngineSettings:
-    """Ray shows a replica its own GPUs only, so the first is always the right one, and its ranks have one after the
-    other."""
+    # Ray shows a replica its own GPUs only, so the first is always the right one, and its ranks have one after the
+    # other.
     device = "cuda:0" if config.group(role).num_gpus else "cpu"
-    return config.engine_settings(role, device, config.threads(role))
+    others = [other for other in config.roles if config.pair_shares_a_gpu and other is not role]
+    return WorkerArguments(role, asdict(worker_engine(config, role, device, others, config.engine_of)))
 
 
 def _log_progress(message: str, fraction: float | None) -> None:

@@ -373,6 +373,7 @@ def _verify_row(prepared: PreparedRow, row: worker_pb2.Row | None) -> VerifyRow:
         logits_digests=sequence.logits_digests,
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
+        draft_kv=sequence.draft_kv,
         scoring=from_wire(PromptScoring, row.scoring) if row is not None and row.HasField("scoring") else None,
         draft_length=prepared.draft_length,
     )

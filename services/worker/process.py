@@ -29,12 +29,18 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from engine.cpu.threads import keep_threads_apart
+from engine.drafting.inside_target import InsideDrafting
+from engine.drafting.ngram_engine import NgramEngine
 from engine.errors import one_line
 from engine.settings import EngineSettings
+from protos import worker_pb2
 from scheduler.messages import Role
 from services.launch.process_tuning import importing, keep_loaded_objects
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.rpc.conversion import to_wire
+from services.rpc.worker_codec import ROLES
+from services.scheduler.workers.pairing import check_pairing
+from services.worker.executor import DraftingEngine, DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.gang import Gang
 from services.worker.server import WorkerServer, step_thread
 
@@ -151,27 +157,40 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     The model `ngram` is a draft that needs no model. Engines are imported here and not above: only worker processes may
     import torch, and only once their environment is set up.
     """
-    if arguments.role is Role.DRAFT and arguments.settings.get("model") == NGRAM_MODEL:
-        from engine.drafting.ngram_engine import NgramEngine
-
-        # This engine keeps no KV to share.
-        return DraftStepExecutor(NgramEngine(), prefix_cache=False)
     settings = EngineSettings.from_plain(arguments.settings)
     if arguments.role is Role.TARGET and settings.lookup_match is not None:
         raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
-    if arguments.role is Role.DRAFT and settings.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
+    if arguments.role is Role.DRAFT:
+        if settings.tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
+        draft, shares = _load_draft(settings, progress)
+        return DraftStepExecutor(draft, prefix_cache=shares)
     keep_threads_apart(settings)
     with importing():
-        from engine.models.loading import load_draft_engine, load_target_engine
-    if arguments.role is Role.DRAFT:
-        draft = load_draft_engine(settings, progress)
-        return DraftStepExecutor(draft, prefix_cache=settings.prefix_cache)
+        from engine.models.loading import load_target_engine
     gang = Gang(settings) if settings.tensor_parallel_size > 1 else None
     engine = load_target_engine(settings, progress, None if gang is None else gang.start)
     if gang is not None:
         gang.loaded()
+    if settings.inside_draft is not None:
+        draft, shares = _load_draft(settings.inside_draft, progress)
+        found = [
+            to_wire(worker_pb2.WorkerDescription, one.description, role=ROLES.to_wire(role))
+            for one, role in ((draft, Role.DRAFT), (engine, Role.TARGET))
+        ]
+        check_pairing("inside", found[0], [("target", found[1])])
+        engine.draft_with(InsideDrafting(draft, shares), draft.description.model_id)
     return TargetStepExecutor(engine, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache)
+
+
+def _load_draft(settings: EngineSettings, progress: Progress) -> tuple[DraftingEngine, bool]:
+    """Also gives whether its sequences are to share pages: prompt lookup keeps no KV."""
+    if settings.model == NGRAM_MODEL:
+        return NgramEngine(), False
+    keep_threads_apart(settings)
+    with importing():
+        from engine.models.loading import load_draft_engine
+    return load_draft_engine(settings, progress), settings.prefix_cache
 
 
 def stop_when_stdin_ends() -> None:

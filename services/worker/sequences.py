@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.description import EngineDescription
+from engine.drafting.draft_kv import DraftKv
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
@@ -44,6 +45,7 @@ class WorkerSequence:
     table: PageTable = field(default_factory=PageTable)
     places: TokenPlaces = field(default_factory=TokenPlaces)
     grammar_state: GrammarState = field(default_factory=GrammarState)
+    draft_kv: DraftKv = field(default_factory=DraftKv)
     committed: Sequence[int] = ()
     ahead: bool = True
     agreed: int = 0
@@ -68,6 +70,7 @@ class WorkerSequence:
     def truncate_tokens(self, length: int) -> None:
         self.tokens.truncate(length)
         self.places.truncate(length)
+        self.draft_kv.truncate(length)
         self.agreed = min(self.agreed, length)
 
     def feeds_committed(self, end: int) -> bool:
@@ -234,6 +237,7 @@ class WorkerSequences:
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self._pool.free(sequence.table)
+            sequence.draft_kv.drop()
 
     def held(self, sequence_id: int, kv_len: int, prefix_digest: int) -> WorkerSequence:
         """The sequence, which must hold exactly `kv_len` positions with this digest. Raises RowRejectedError."""
@@ -380,6 +384,7 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
         parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         committed=tuple(parameters.committed_tokens),
         page_keys=[parameters.cache_scope],
+        draft_kv=DraftKv([parameters.cache_scope]),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.drafting.draft_kv import DraftKv
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
 from engine.models.loading import load_draft_engine, load_target_engine
@@ -70,7 +71,7 @@ class Follower:
 
     def __init__(self, engine: TargetEngine, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> None:
         self.engine, self.sampling, self.prompt_length = engine, sampling, len(prompt)
-        self.known, self.table = list(prompt), PageTable()
+        self.known, self.table, self.draft_kv = list(prompt), PageTable(), DraftKv()
 
     def row(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> VerifyRow:
         start = self.table.length
@@ -78,7 +79,7 @@ class Follower:
         samples = end == len(self.known)
         tokens, history = self.known[start:end], self.known[:end]
         row = VerifyRow(self.table, tokens, list(drafts), samples, history, self.prompt_length, self.sampling)
-        row.draft_length = length if samples else 0
+        row.draft_length, row.draft_kv = length if samples else 0, self.draft_kv
         return row
 
     def take(self, outcome: RowOutcome) -> list[int]:
@@ -298,5 +299,5 @@ def test_a_head_is_no_draft_and_goes_with_whole_targets_only(tmp_path: Path) -> 
     settings = EngineSettings(head, dtype="float32")
     with pytest.raises(UnsupportedModelError, match="runs in the target's worker, not in a draft worker"):
         load_draft_engine(settings, lambda *_: None)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1 with the drafting head"):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is 2, must be 1 with {head}"):
         replace(settings, model=str(target_folder), draft_head=head, tensor_parallel_size=2)

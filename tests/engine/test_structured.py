@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
+from engine.drafting.inside_target import InsideDrafting
 from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.sampling.noise import gumbel, row_key
@@ -55,10 +56,12 @@ STRUCTURES: list[tuple[str, str] | None] = [
 
 @dataclass
 class Case:
-    """A tiny pair, requests of every structure at two temperatures, and what the plain decoder makes of them."""
+    """A tiny pair, requests of every structure at two temperatures, and what the plain decoder makes of them; and the
+    target with the draft inside."""
 
     tokenizer: Any
     target: TargetStepExecutor
+    drafting_target: TargetStepExecutor
     draft: DraftStepExecutor
     requests: list[SequenceRequest]
     expected: list[list[int]]
@@ -134,11 +137,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
             expected[request.sequence_id] = row[: row.index(end) + 1] if end in row else row
     settings = EngineSettings(str(target), "float32", threads=1, page_size=8, kv_pages=600, exact=False)
     of_draft = replace(settings, model=str(draft), lookup_match=2)
-    target_engine = load_target_engine(replace(settings, max_num_batched_tokens=96), lambda *_: None)
+    draft_engine = load_draft_engine(of_draft, lambda *_: None)
+    engines = [load_target_engine(replace(settings, max_num_batched_tokens=96), lambda *_: None) for _ in range(2)]
+    engines[1].draft_with(InsideDrafting(draft_engine, prefix_cache=True), "inside")
+    targets = [TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False) for engine in engines]
     return Case(
         tokenizer,
-        TargetStepExecutor(target_engine, worker_epoch=1, prefix_cache=False),
-        DraftStepExecutor(load_draft_engine(of_draft, lambda *_: None), worker_epoch=1),
+        *targets,
+        DraftStepExecutor(draft_engine, worker_epoch=1),
         requests,
         expected,
         end,
@@ -151,12 +157,21 @@ def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch_size", "draft_length"),
-    [(Policy.RAGGED, 1, 3), pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow), (Policy.RAGGED, 8, 6)],
+    ("policy", "batch_size", "draft_length", "inside"),
+    [
+        (Policy.RAGGED, 1, 3, False),
+        pytest.param(Policy.EQSPEC, 8, 6, False, marks=pytest.mark.slow),
+        (Policy.RAGGED, 8, 6, False),
+        (Policy.RAGGED, 8, 6, True),
+    ],
 )
-def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
+def test_output_is_that_of_a_plain_decoder(
+    case: Case, policy: Policy, batch_size: int, draft_length: int, inside: bool
+) -> None:
     # One at a time takes long: every third, of all structures and both temperatures.
     requests = case.requests[:: 3 if batch_size == 1 else 1]
+    if inside:
+        case = replace(case, target=case.drafting_target)
     outputs = run(case, requests, case.draft, policy=policy, batch_size=batch_size, draft_length=draft_length)
     assert tokens_of(outputs, requests) == [case.expected[request.sequence_id] for request in requests]
     rounds = [round_ for output in outputs.values() for round_ in output.rounds if round_[0]]

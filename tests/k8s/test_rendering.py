@@ -130,9 +130,11 @@ def test_a_target_over_four_gpus_has_pods_with_four(tmp_path: Path) -> None:
     assert [one["initContainers"][0]["args"] for one in pods] == [[models["target"]], [models["draft"]]]
 
 
-@pytest.mark.parametrize(("draft", "replicas"), [("none", 0), ("ngram", 1)])
-def test_drafts_without_a_model_fetch_nothing(tmp_path: Path, draft: str, replicas: int) -> None:
-    manifests = cell(tmp_path, ("models.draft", draft), ("gateway.grpc_port", None))
+@pytest.mark.parametrize(
+    ("field", "value", "replicas"), [("draft", "none", 0), ("draft", "ngram", 1), ("draft_in", "targets", 0)]
+)
+def test_groups_without_a_draft_model_fetch_nothing(tmp_path: Path, field: str, value: str, replicas: int) -> None:
+    manifests = cell(tmp_path, (f"models.{field}", value), ("gateway.grpc_port", None))
     group = worker_group(manifests, "draft")
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (replicas,) * 3
     assert group["template"]["spec"]["initContainers"][0]["args"] == []

@@ -141,21 +141,25 @@ def test_verify_finds_a_drafting_head_exact(tmp_path: Path, kind: str) -> None:
         assert found["statistics"]["accepted"] > 0
 
 
-def test_a_drafting_head_has_no_replicas_and_runs_beside_whole_targets(tmp_path: Path) -> None:
+def test_a_draft_in_targets_has_no_replicas_and_runs_beside_whole_targets(tmp_path: Path) -> None:
     target, head = save_agreeing_pair(tmp_path)
     save_tokenizer(target)
-    for option, reason in (
-        ("--draft-replicas", f"draft_replicas is 2, must be unset: the draft {head} is a drafting head"),
-        ("--tensor-parallel-size", f"tensor_parallel_size is 2, must be 1: the head {head}"),
+    for draft, inside, why in (
+        (head, (), f"{head} is a drafting head"),
+        ("ngram", ("--draft-in", "targets"), "models.draft_in is targets"),
     ):
-        for command in ("generate", "serve"):
-            ended = spool_here(command, target, "--draft", head, option, 2, *(["--no-ray"] * (command == "serve")))
-            assert ended.code == 2
-            assert reason.removeprefix("draft_replicas is 2, ") in ended.err
+        for option, reason in (
+            ("--draft-replicas", f"must be unset: {why}, so that the targets' workers draft"),
+            ("--tensor-parallel-size", f"tensor_parallel_size is 2, must be 1: the draft {draft}"),
+        ):
+            for command in (("generate",), ("serve", "--no-ray")):
+                ended = spool_here(*command, target, "--draft", draft, *inside, option, 2)
+                assert (ended.code, reason in ended.err) == (2, True), ended.err
 
 
-def test_verify_finds_speculation_exact(folder: Path) -> None:
-    policies = ("--policy", "exspec", "--policy", "auto")
+@pytest.mark.parametrize("where", ["workers", "targets"])
+def test_verify_finds_speculation_exact(folder: Path, where: str) -> None:
+    policies = ("--policy", "exspec", "--policy", "auto", "--draft-in", where)
     ended = run(folder, "verify", *policies, "--json", draft="renumbered")
     assert ended.code == 0, ended.err
     summary = ended.summary

@@ -137,6 +137,20 @@ def test_down_leaves_no_process_and_cuts_no_connection(served: NoRay) -> None:
     assert end == "data: [DONE]"
 
 
+def test_targets_run_the_draft_as_well(tiny_pair: tuple[Path, Path], tmp_path: Path, plain: PlainDecoder) -> None:
+    """One of two dies, and its sequences' drafts begin anew in the other."""
+    target, draft = tiny_pair[0], save_renumbered(tiny_pair[1], tmp_path / "draft", range(95, -1, -1))
+    inside = ("--draft", draft, "--draft-in", "targets", "--policy", "ragged")
+    models = (target, *inside, "--served-model-name", MODEL, "--dtype", "float32", "--target-replicas", 2)
+    with served_without_ray(tmp_path, *models, **SETTINGS) as served:
+        served.wait_until_up()
+        asked = cases(6, max_tokens=60)
+        assert asyncio.run(stream_all(served.url, MODEL, asked, lambda: served.kill("target-0"))) == plain(asked)
+        cell = spool("status", "--json", environment=served.environment).summary["cells"][0]
+        assert {worker["role"] for worker in cell["workers"]} == {"ROLE_TARGET"}
+        assert (cell["throughput"]["workers_lost"], cell["speculation"]["accepted_tokens"] > 20) == (1, True)
+
+
 def test_processes_end_with_whoever_keeps_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """However that ends, and whatever they are doing: here, loading."""
     with served_without_ray(tmp_path, tiny_pair[0], "--draft", "ngram") as served:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.drafting.inside_target import InsideDrafting
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, SequenceRequest
 from scheduler.state.digests import DigestedTokens
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.process import WorkerArguments, load_executor
 from tests.support.in_process import Output, requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
@@ -64,25 +66,34 @@ def plainly(models: dict[str, EngineSettings]) -> list[tuple[list[SequenceReques
     return [(wanted, run_in_process(config, {"target": plain}, wanted)) for wanted in both]
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("policy", "pages"), [(Policy.RAGGED, 200), *((policy, 45) for policy in Policy)])
 def test_speculation_over_shared_pages_is_exact(
     models: dict[str, EngineSettings],
     plainly: list[tuple[list[SequenceRequest], dict[int, Output]]],
     policy: Policy,
     pages: int,
+    inside: bool,
 ) -> None:
     """Drafts share as well; with few pages what is known is handed out, and sequences are preempted and come back."""
-    target = TargetStepExecutor(load_target_engine(replace(models["target"], kv_pages=pages), silent), worker_epoch=1)
-    draft = DraftStepExecutor(load_draft_engine(replace(models["draft"], kv_pages=pages), silent), worker_epoch=1)
+    engine = load_target_engine(replace(models["target"], kv_pages=pages), silent)
+    drafting = load_draft_engine(replace(models["draft"], kv_pages=pages), silent)
+    if inside:
+        engine.draft_with(InsideDrafting(drafting, prefix_cache=True), "draft")
+    workers: dict[str, StepExecutor[Any]] = {"target": TargetStepExecutor(engine, worker_epoch=1)}
+    if not inside:
+        workers["draft"] = DraftStepExecutor(drafting, worker_epoch=1)
     config = SchedulerConfig(batch_size=4, max_running=12, policy=policy, prefill_chunk=24)
     for wanted, expected in plainly:
-        outputs = run_in_process(config, {"target": target, "draft": draft}, wanted)
+        outputs = run_in_process(config, workers, wanted)
         for index in expected:
             assert outputs[index].error is None
             assert outputs[index].tokens == expected[index].tokens
             assert outputs[index].logits_digests == expected[index].logits_digests
         assert sum(output.cached for output in outputs.values()) >= PAGE
-    assert target.free_pages == draft.free_pages == pages
+        assert sum(drafted for output in outputs.values() for drafted, _ in output.rounds) > 100
+    assert engine.pool.free_pages == drafting.pool.free_pages == pages
+    drafting.pool.check_conservation([])
 
 
 def test_setting_turns_it_off(models: dict[str, EngineSettings]) -> None:

@@ -144,6 +144,7 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
         ("models: {device: cpu}\ngroups: {target: {num_gpus: 1}}", "must be 0 or unset where"),
         ("models: {device: cuda}\ngroups: {target: {num_gpus: 0}}", "must be above 0 where"),
         ("models: {draft: ngram}\ngroups: {draft: {num_gpus: 1}}", "needs no GPU"),
+        ("models: {draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_pages: 9}}", "needs a kv_memory for"),
     ],
 )
 def test_gpus_are_neither_shared_nor_reserved_by_accident(file: Path, content: str, message: str) -> None:
@@ -228,15 +229,20 @@ def test_a_step_takes_all_that_run_unless_their_lengths_must_be_equal(policy: st
     assert load_configuration(None, [named, "scheduling.max_running=4"]).scheduler_config().batch_size == 4
 
 
-@pytest.mark.parametrize(("draft", "outcomes"), [("demo", 7), ("ngram", 0), ("none", 0)])
-def test_only_a_draft_model_drafts_ahead(draft: str, outcomes: int) -> None:
-    config = load_configuration(None, ["scheduling.draft_ahead=7", f"models.draft={draft}"])
+@pytest.mark.parametrize(
+    ("models", "outcomes"), [("draft: demo", 7), ("draft_in: targets", 0), ("draft: ngram", 0), ("draft: none", 0)]
+)
+def test_only_a_draft_model_in_workers_drafts_ahead(models: str, outcomes: int) -> None:
+    config = load_configuration(None, ["scheduling.draft_ahead=7", f"models={{{models}}}"])
     assert config.scheduler_config().draft_ahead == outcomes
 
 
-@pytest.mark.parametrize(("draft", "replicas", "shared"), [("demo", 1, True), ("demo", 2, False), ("ngram", 1, False)])
-def test_a_pair_on_one_machine_shares_its_cores(draft: str, replicas: int, shared: bool) -> None:
-    config = load_configuration(None, [f"models.draft={draft}", f"groups.draft.replicas={replicas}"])
+@pytest.mark.parametrize(
+    ("models", "replicas", "shared"),
+    [("draft: demo", 1, True), ("draft: demo", 2, False), ("draft: ngram", 1, False), ("draft_in: targets", 1, False)],
+)
+def test_a_pair_on_one_machine_shares_its_cores(models: str, replicas: int, shared: bool) -> None:
+    config = load_configuration(None, [f"models={{{models}}}", f"groups.draft.replicas={replicas}"])
     assert config.on_one_machine().scheduler_config().shared_device is shared
     assert config.scheduler_config().shared_device is False
     loopback = config.model_copy(update={"internal": config.internal.model_copy(update={"host": "127.0.0.1"})})

@@ -9,6 +9,7 @@ import pytest
 from deploy.config.loading import load_configuration
 from deploy.processes.task import FileEpochs
 from deploy.workers import cell_workers
+from scheduler.messages import Role
 from services.scheduler.epochs import EpochAuthority, SupersededError
 
 
@@ -29,8 +30,14 @@ def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict
     found = {worker.name: str(worker.settings.get("device", "none")) for worker in planned}
     for worker in planned:
         device = found[worker.name]
-        peers = [one.role for one in planned if found[one.name] == device.replace("cpu", "") and one != worker]
+        here = [one for one in planned if found[one.name] == device.replace("cpu", "") and one != worker]
+        inside = worker.settings.get("inside_draft")
+        own = [] if inside is None or device == "cpu" or inside["model"] == "ngram" else [Role.DRAFT]
+        peers = [*own, *(role for one in here for role in (one.role, *(own if one.role is worker.role else ())))]
         assert [peer["role"] for peer in worker.settings.get("gpu_peers", ())] == peers
+        if own:
+            of_draft = [peer["role"] for peer in inside["gpu_peers"]]
+            assert (inside["device"], of_draft) == (device, [Role.TARGET, *peers[1:]])
     return found
 
 
@@ -45,3 +52,9 @@ def test_workers_are_spread_over_the_gpus_targets_first(monkeypatch: pytest.Monk
     assert ranks == {"target-0": "cuda:0", "draft-0": "cuda:2"}
     assert devices(monkeypatch, 2, "models.draft=ngram") == {"target-0": "cuda:0", "draft-0": "none"}
     assert devices(monkeypatch, 2, "models.draft=none") == {"target-0": "cuda:0"}
+    inside = "models.draft_in=targets"
+    assert devices(monkeypatch, 0, inside) == devices(monkeypatch, 0, inside, "models.draft=ngram")
+    assert devices(monkeypatch, 1, inside) == devices(monkeypatch, 1, inside, "models.draft=ngram")
+    assert devices(monkeypatch, 1, inside, "groups.target.replicas=2") == dict.fromkeys(
+        ("target-0", "target-1"), "cuda:0"
+    )
