@@ -108,7 +108,9 @@ def load_gpu_passes(
     try:
         import triton
 
-        from engine.cuda.triton_attention import TritonBackend
+        from engine.cuda.triton_attention import TritonBackend, check_fits
+
+        check_fits(heads[2], dtype, quantized_kv)
 
         def backend(page_size: int) -> NumberedBackend:
             return TritonBackend(heads[0], heads[1], page_size, device)

@@ -29,9 +29,11 @@ from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
 
-# Rows and dimensions of a tile, the fewest that matrix units take.
-_MIN_QUERIES = 16
+# Query rows of a tile, and dimensions, the fewest that matrix units take.
+_TILE_QUERIES = 16
 _MIN_DIMENSIONS = 16
+# Dimensions of heads at most: the numbers of a program fit into registers.
+_MAX_DIMENSIONS = 256
 # Positions of a split: a multiple of the positions of any tile.
 _SPLIT = 256
 # Splits whose sums a program that merges has on their way to it, and one.
@@ -42,10 +44,10 @@ _TILE_POSITIONS, _MIN_POSITIONS = 64, 16
 _TILE_BYTES = 16 << 10
 # How far ahead tiles are loaded. 3: a tile is loaded when the last one is done; 5: one tile earlier; 7: two.
 _STAGES = 5
-# Of a thread, at most, where the numbers of a tile fit: those of 16 rows of up to so many dimensions, in elements of 2
-# bytes that are multiplied as they lie. Then two programs share the registers of a multiprocessor, else one has them.
+# Of a thread, at most, where the numbers of a tile fit: those of up to so many dimensions, in elements of 2 bytes that
+# are multiplied as they lie. Then two programs share the registers of a multiprocessor, else one has them.
 _REGISTERS, _SHARING_DIMENSIONS = 128, 128
-# For each multiprocessor, over all KV heads: programs share the items of work.
+# For each multiprocessor, over all groups of heads: programs share the items of work.
 _PROGRAMS = 4
 # Multiprocessors that the interpreter is said to have: it runs programs one after the other.
 _INTERPRETED_MULTIPROCESSORS = 2
@@ -58,7 +60,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 KEPT_ROWS = 1 << 17
-"""Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
+"""Rows of tiles, over all groups of heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
 
 
 @triton.jit
@@ -103,6 +105,7 @@ def _attend(  # type: ignore[no-untyped-def]
     window: tl.constexpr,
     capped: tl.constexpr,
     kv_heads: tl.constexpr,
+    groups: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
@@ -114,15 +117,17 @@ def _attend(  # type: ignore[no-untyped-def]
     precision: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """Items of one KV head. `scale`, or `softcap` where scores are `capped`, is for powers of 2; `window` 0: none;
-    `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are padded. With scales, keys and values are codes
-    of 8 bits: these are multiplied, and scales multiply scores and weights.
+    """Items of one of the `groups` of `group` query heads that share a KV head. `scale`, or `softcap` where scores are
+    `capped`, is for powers of 2; `window` 0: none; `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are
+    padded. With scales, keys and values are codes of 8 bits: these are multiplied, and scales multiply scores and
+    weights.
 
-    `kept_rows` `[splits, KV heads, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, KV
-    heads, tile_queries, head_dim]`; `arrived` `[splits, KV heads]` counts the splits of a block that are kept, 0
-    between launches.
+    `kept_rows` `[splits, groups, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, groups,
+    tile_queries, head_dim]`; `arrived` `[splits, groups]` counts the splits of a block that are kept, 0 between
+    launches.
     """
-    kv_head = tl.program_id(1)
+    this_group = tl.program_id(1)
+    kv_head = this_group // (groups // kv_heads)
     row_size: tl.constexpr = head_dim if key_scales is None else head_dim + _SCALE_BYTES
     tile_row = tl.arange(0, tile_queries)
     row = tile_row // group
@@ -132,8 +137,8 @@ def _attend(  # type: ignore[no-untyped-def]
     # Loaded before it is known whether there is one: there is room for an item of each program.
     first_row, rows, start, first_page, split, first_kept = _item(numbers, tl.program_id(0))
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
-        # In the order [rows, query heads, dimensions], the query heads of a KV head side by side.
-        head = ((first_row + row) * kv_heads + kv_head) * group + tile_row % group
+        # In the order [rows, query heads, dimensions], the query heads of a group side by side.
+        head = ((first_row + row) * groups + this_group) * group + tile_row % group
         places = head[:, None] * head_dim + dimension[None, :]
         is_real = (row < rows)[:, None] & (dimension < head_dim)[None, :]
         query = tl.load(queries + places, mask=is_real, other=0.0)
@@ -195,8 +200,8 @@ def _attend(  # type: ignore[no-untyped-def]
             highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
         else:
             splits = (end + split_positions - 1) // split_positions
-            block = first_kept * kv_heads + kv_head
-            place = block + split * kv_heads
+            block = first_kept * groups + this_group
+            place = block + split * groups
             tl.store(kept_rows + place * 2 * tile_queries + tile_row, split_highest)
             tl.store(kept_rows + (place * 2 + 1) * tile_queries + tile_row, split_total)
             kept_places = tile_row[:, None] * head_dim + dimension[None, :]
@@ -206,7 +211,7 @@ def _attend(  # type: ignore[no-untyped-def]
             is_done = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == splits - 1
             if is_done:
                 for done in tl.range(splits, num_stages=merge_stages):
-                    place = block + done * kv_heads
+                    place = block + done * groups
                     split_highest = tl.load(kept_rows + place * 2 * tile_queries + tile_row)
                     split_total = tl.load(kept_rows + (place * 2 + 1) * tile_queries + tile_row)
                     split_sums = tl.load(
@@ -216,7 +221,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 tl.store(arrived + block, 0)
         if is_done:
             if sinks is not None:
-                sink = tl.load(sinks + kv_head * group + tile_row % group) * _LOG2_E
+                sink = tl.load(sinks + this_group * group + tile_row % group) * _LOG2_E
                 highest, total, sums = _merged(highest, total, sums, sink, 1.0, tl.zeros_like(sums))
             output = sums * tl.div_rn(1.0, total)[:, None]
             tl.store(to + places, output.to(to.dtype.element_ty), mask=is_real)
@@ -227,19 +232,16 @@ def _attend(  # type: ignore[no-untyped-def]
 def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str, object]:
     """The constants that the kernel is compiled with for a model's heads, and how it is compiled."""
     dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(layer.head_dim))
-    element_bytes, tile_queries = layer.dtype.itemsize, _tile_rows(query_heads // layer.kv_heads)
-    tile_bytes = _TILE_BYTES
-    if layer.quantized and element_bytes == 4:
-        # Codes are expanded in registers, and so are all operands of products without matrix units.
-        tile_bytes //= 2
+    element_bytes, group = layer.dtype.itemsize, _group(query_heads // layer.kv_heads)
     values: dict[str, object] = {
         "kv_heads": layer.kv_heads,
-        "group": query_heads // layer.kv_heads,
+        "groups": query_heads // group,
+        "group": group,
         "head_dim": layer.head_dim,
         "page_size": layer.page_size,
-        "tile_queries": tile_queries,
+        "tile_queries": _TILE_QUERIES,
         "dimensions": dimensions,
-        "tile_positions": max(_MIN_POSITIONS, min(_TILE_POSITIONS, tile_bytes // (dimensions * element_bytes))),
+        "tile_positions": max(_MIN_POSITIONS, min(_TILE_POSITIONS, _TILE_BYTES // (dimensions * element_bytes))),
         "split_positions": _SPLIT,
         "merge_stages": _MERGE_STAGES,
         # Elements that are not 16 bits wide are multiplied as they are, and not as TF32.
@@ -248,21 +250,29 @@ def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str,
         "num_warps": _WARPS,
         "num_stages": _STAGES,
     }
-    is_small = tile_queries == _MIN_QUERIES and dimensions <= _SHARING_DIMENSIONS
-    if is_small and element_bytes == 2 and not layer.quantized:
+    if dimensions <= _SHARING_DIMENSIONS and element_bytes == 2 and not layer.quantized:
         values["maxnreg"] = _REGISTERS
     return values | launch_options(overlap)
 
 
-def _tile_rows(group: int) -> int:
-    """Query rows of a tile, where `group` query heads share a KV head."""
-    return max(_MIN_QUERIES, triton.next_power_of_2(group))
+def _group(sharing: int) -> int:
+    """Query heads of a program, all of one KV head, where `sharing` share it: as many as a tile has rows at most."""
+    return max(count for count in range(1, _TILE_QUERIES + 1) if sharing % count == 0)
+
+
+def check_fits(head_dim: int, dtype: torch.dtype, quantized_kv: bool) -> None:
+    """Raises ValueError where the numbers of a program do not fit into registers."""
+    if head_dim > _MAX_DIMENSIONS:
+        raise ValueError(f"heads have {head_dim} dimensions, it takes at most {_MAX_DIMENSIONS}")
+    if quantized_kv and dtype == torch.float32:
+        # Products without matrix units keep whole operands in registers, where codes are expanded.
+        raise ValueError("KV is in 8 bits and dtype float32, it takes bfloat16 or float16 then")
 
 
 class TritonPlan:
     def __init__(self, numbers: torch.Tensor, programs: int, kept_splits: int, overlap: bool) -> None:
         """`numbers` as `TritonBackend.numbers` gives them, int64 on the device, with room for at least an item of each
-        of `programs`, which are those of one KV head. `kept_splits` splits of blocks can be kept."""
+        of `programs`, which are those of one group of heads. `kept_splits` splits of blocks can be kept."""
         self._item_count, self._items = numbers[:1], numbers[1:]
         self._programs = programs
         self._kept_splits = kept_splits
@@ -270,6 +280,7 @@ class TritonPlan:
         self._output: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         self._values: dict[str, object] = {}
+        self._groups = 0
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """The output holds until the next call, which has the next layer's."""
@@ -277,15 +288,15 @@ class TritonPlan:
         if self._output is None:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
-            places = (self._kept_splits, layer.kv_heads)
-            tile = _tile_rows(heads // layer.kv_heads)
+            self._values = _launch_values(heads, layer, self._overlap)
+            self._groups = heads // _group(heads // layer.kv_heads)
+            places = (self._kept_splits, self._groups)
             self._kept = (
-                query.new_empty(*places, 2, tile, dtype=torch.float32),
-                query.new_empty(*places, tile, head_dim, dtype=torch.float32),
+                query.new_empty(*places, 2, _TILE_QUERIES, dtype=torch.float32),
+                query.new_empty(*places, _TILE_QUERIES, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-            self._values = _launch_values(heads, layer, self._overlap)
-        _attend[(self._programs, layer.kv_heads)](
+        _attend[(self._programs, self._groups)](
             self._output,
             query.contiguous(),
             *layer.pool,
@@ -310,10 +321,11 @@ class TritonBackend:
         self, query_heads: int, kv_heads: int, page_size: int, device: torch.device, overlap: bool | None = None
     ) -> None:
         """`overlap`: whether the kernel overlaps with others, None: where the device can have it."""
-        group = query_heads // kv_heads
-        self._block_rows = _tile_rows(group) // group
-        self._kept_splits = KEPT_ROWS // (_tile_rows(group) * kv_heads)
-        self._programs = max(1, _multiprocessors(device) * _PROGRAMS // kv_heads)
+        group = _group(query_heads // kv_heads)
+        groups = query_heads // group
+        self._block_rows = _TILE_QUERIES // group
+        self._kept_splits = KEPT_ROWS // (_TILE_QUERIES * groups)
+        self._programs = max(1, _multiprocessors(device) * _PROGRAMS // groups)
         self._page_size = page_size
         self._device = device
         self._overlap = overlaps(device) if overlap is None else overlap

@@ -146,7 +146,7 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (80, BF16, 256, 2, 16, 4096)),
     ("attention", (90, BF16, 64, 8, 16, 128)),
     ("attention", (80, BF16, 128, 4, 16, None, True)),
-    ("attention", (89, FP32, 64, 8, 32, 128, True)),
+    ("attention", (89, FP16, 64, 8, 32, 128, True)),
     ("attention", (90, BF16, 128, 4, 16, None, True)),
     ("attention", (90, FP16, 256, 8, 16, 1024, True)),
     ("attention", (100, BF16, 96, 5, 64, None, True)),
@@ -193,18 +193,25 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-# Over codes, products without matrix units keep whole operands in registers. In float32, those of long heads and of
-# tiles of 32 rows do not fit: they are right, but slow.
 @pytest.mark.long
-@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "quantized"), [(BF16, False), (BF16, True), (FP16, False), (FP16, True), (FP32, False)]
+)
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_attention_keeps_its_numbers_in_registers(
     architecture: int, dtype: torch.dtype, quantized: bool, compiler: ProcessPoolExecutor
 ) -> None:
-    in_full = quantized and dtype == FP32
-    heads, groups = ((64, 128), (1, 2, 8)) if in_full else ((64, 128, 256), (1, 2, 8, 20))
-    for head_dim, group, window in product(heads, groups, (None, 1024)):
+    """Of all that it takes: heads of up to 256 dimensions, of which one to 16 are a program's, whole tiles or not, in
+    16 bits, and over elements in float32 as well."""
+    from engine.cuda.triton_attention import check_fits
+
+    with pytest.raises(ValueError, match="dimensions"):
+        check_fits(257, dtype, quantized)
+    with pytest.raises(ValueError, match="float32"):
+        check_fits(32, FP32, True)
+    heads = (32, 64, 80, 128, 256)
+    check_fits(max(heads), dtype, quantized)
+    for head_dim, group, window in product(heads, (1, 3, 8, 16, 20), (None, 1024)):
         arguments = (architecture, dtype, head_dim, group, 16, window, quantized)
         (build,) = compiler.submit(build_all, "attention", arguments).result()
         assert build.stack <= MAX_SPILLED, arguments

@@ -31,10 +31,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def load(
-    caplog: pytest.LogCaptureFixture, dtype: torch.dtype = torch.float32, has_rules: bool = False
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype = torch.float32,
+    has_rules: bool = False,
+    heads: tuple[int, int, int] = HEADS,
+    quantized_kv: bool = False,
 ) -> GpuPasses | None:
     caplog.set_level(logging.WARNING)
-    return load_gpu_passes(dtype, torch.device("cpu"), HEADS, True, lambda message, fraction: None, has_rules)
+    device = torch.device("cpu")
+    return load_gpu_passes(dtype, device, heads, True, lambda message, fraction: None, has_rules, quantized_kv)
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -108,6 +113,14 @@ def test_windows_that_are_one_position_off_matter_to_models_that_have_some(
 
     monkeypatch.setattr(kernel.TritonPlan, "attend", off)
     assert (load(caplog, has_rules=has_rules) is None) == has_rules
+
+
+@pytest.mark.usefixtures("kernel")
+def test_attention_that_fits_into_no_registers_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    assert load(caplog, torch.float16, quantized_kv=True) is not None
+    assert load(caplog, torch.float32, quantized_kv=True) is None
+    assert load(caplog, torch.float16, heads=(4, 2, 257)) is None
+    assert ["in 8 bits and dtype float32" in caplog.messages[0], "257 dimensions" in caplog.messages[1]] == [True] * 2
 
 
 def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 # Positions of the pool, and its pages' sizes.
 POSITIONS = 3072
 PAGE_SIZES = (16, 32)
-# Query heads, KV heads and dimensions: one query a KV head, groups that do not fill a tile, sizes of no power of 2, and
-# more queries a KV head than the smallest tile has rows.
-SHAPES = [(2, 2, 16), (6, 2, 8), (3, 1, 80), (20, 1, 16)]
+# Query heads, KV heads and dimensions: one query a KV head, groups that do not fill a tile, sizes of no power of 2, the
+# longest heads, and more queries a KV head than a tile has rows.
+SHAPES = [(2, 2, 16), (6, 2, 8), (3, 1, 80), (7, 1, 128), (8, 1, 256), (20, 1, 16), (18, 1, 32)]
 # Start and rows: one token, verification, prefill across pages and tiles, a lone first token, and contexts of several
 # splits, one of which a block's first row does not see.
 PLACES = [(20, 1), (62, 5), (0, 18), (0, 1), (1088, 1), (255, 2)]
@@ -63,19 +63,27 @@ def spans(places: list[tuple[int, int]] = PLACES, page_size: int = PAGE_SIZES[0]
     return found
 
 
-# The interpreter cannot multiply bfloat16.
-@pytest.mark.parametrize(("dtype", "page_size", "tolerance"), [(torch.float32, 16, 1e-5), (torch.float16, 32, 0.005)])
-@pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
+KINDS = [
+    (torch.float32, False, 16, 1e-5),
+    (torch.float16, False, 32, 0.005),
+    (torch.float16, True, 32, 0.005),
+    (torch.bfloat16, False, 16, 0.03),
+    (torch.bfloat16, True, 16, 0.03),
+]
+
+
+@pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize(("dtype", "quantized", "page_size", "tolerance"), KINDS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_each_row_attends_to_what_it_sees(
     kernel: ModuleType,
     heads: int,
     kv_heads: int,
     head_dim: int,
-    page_size: int,
     dtype: torch.dtype,
-    tolerance: float,
     quantized: bool,
+    page_size: int,
+    tolerance: float,
 ) -> None:
     kv = filled(kv_heads, head_dim, dtype, page_size, quantized)
     batch = spans(page_size=page_size)
@@ -88,6 +96,17 @@ def test_each_row_attends_to_what_it_sees(
         found = plan.attend(kv.layers[0], query, rule)
         assert torch.allclose(found.double(), attended(kv.layers[0], query, rule, batch), atol=tolerance)
         assert not found[rows:].any()  # padding rows belong to no sequence
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 17, 40, 64, 100, 160])
+def test_passes_may_have_any_number_of_rows(kernel: ModuleType, rows: int) -> None:
+    """One sequence that feeds them all, and as many that feed one each, with contexts up to two splits."""
+    kv, query = filled(1, 32, torch.float32), random_query(rows, 4, 32)
+    pages = [number * 7 % POSITIONS // PAGE_SIZES[0] for number in range(2 * 256 // PAGE_SIZES[0])]
+    one_each = [Span(row, 1, row * 509 // 160, pages) for row in range(rows)]
+    for batch in ([Span(0, rows, 200, pages)], one_each):
+        found = kernel.TritonBackend(4, 1, PAGE_SIZES[0], CPU).plan(batch, rows).attend(kv.layers[0], query, PLAIN)
+        assert torch.allclose(found.double(), attended(kv.layers[0], query, PLAIN, batch), atol=1e-5)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["elements", "codes"])
