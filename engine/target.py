@@ -63,7 +63,7 @@ class TargetEngine:
         self._drafting = drafting
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
-        """One step, in as many passes as `max_num_batched_tokens` asks for; `computing` is called for each.
+        """One step, in as many passes as its tokens and logits ask for; `computing` is called for each.
 
         A row without pages or with logits that are not finite fails alone and leaves its table as it was. Whatever the
         model raises comes through, with every table as it was.
@@ -78,9 +78,12 @@ class TargetEngine:
                 self.pool, [(row.table, len(row.tokens) + len(row.draft_tokens)) for row in rows], outcomes
             )
             sizes = [len(rows[index].tokens) + len(rows[index].draft_tokens) for index in admitted]
-            for batch in split_by_rows(admitted, sizes, self.description.max_num_batched_tokens):
+            sequences = {index: _batched(rows[index]) for index in admitted}
+            wanted = [one.logits + len(one.scored) for one in sequences.values()]
+            limits = self.description.max_num_batched_tokens, self._runner.max_logits
+            for batch in split_by_rows(admitted, sizes, wanted, *limits):
                 masking = self._begin_masks([rows[index] for index in batch])
-                result = self._runner.run([_batched(rows[index]) for index in batch], computing)
+                result = self._runner.run([sequences[index] for index in batch], computing)
                 timings.add(result.timings)
                 logits = result.logits[:, : self.description.vocabulary_size]
                 chosen = sum(len(rows[index].draft_tokens) + 1 for index in batch if rows[index].sample)

@@ -246,11 +246,15 @@ Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | Work
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+MAX_SCORED_TOKENS = 256
+"""Tokens of a prompt that a row can ask log probabilities of: a target has memory for so many logits."""
+
+
 @dataclass(slots=True)
 class PromptScoring:
-    """Asks a target for the log probabilities of `tokens` of a prompt, from position `first` on, and of the `top`
-    likeliest tokens at each of these positions. The row feeds the tokens that they follow. Without `tokens`, later rows
-    ask for those from `first` on."""
+    """Asks a target for the log probabilities of `tokens` of a prompt, at most `MAX_SCORED_TOKENS`, from position
+    `first` on, and of the `top` likeliest tokens at each of these positions. The row feeds the tokens that they follow.
+    Without `tokens`, later rows ask for those from `first` on."""
 
     first: int
     tokens: tuple[int, ...]

@@ -95,16 +95,14 @@ class AheadDrafting:
         """Feeds every row; the results to prepare for, the likeliest of all rows first."""
         results: list[_Result] = []
         sizes = [len(rows[i].tokens) + len(rows[i].assumed) for i in indices]
-        for batch in split_by_rows(indices, sizes, self._description.max_num_batched_tokens):
-            guessing = [index for index in batch if rows[index].sampling.grammar is None]
-            sequences = [
-                BatchedSequence(
-                    rows[index].table,
-                    [*rows[index].tokens, *rows[index].assumed],
-                    len(rows[index].assumed) + 1 if index in guessing else 0,
-                )
-                for index in batch
-            ]
+        logits = [0 if rows[i].sampling.grammar else len(rows[i].assumed) + 1 for i in indices]
+        wanted = dict(zip(indices, logits, strict=True))
+        limits = self._description.max_num_batched_tokens, self._runner.max_logits
+        for batch in split_by_rows(indices, sizes, logits, *limits):
+            guessing = [index for index in batch if wanted[index]]
+            tokens = [[*rows[index].tokens, *rows[index].assumed] for index in batch]
+            fed = zip(batch, tokens, strict=True)
+            sequences = [BatchedSequence(rows[index].table, each, wanted[index]) for index, each in fed]
             result = self._runner.run(sequences, computing)
             timings.add(result.timings)
             if guessing and not awaited():

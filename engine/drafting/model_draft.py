@@ -159,7 +159,9 @@ class DraftEngine:
         none to append, because their grammars allow none that the draft knows."""
         at_end: set[int] = set()
         wanting = {index for index in indices if len(outcomes[index].tokens) < rows[index].draft_length}
-        for batch in split_by_rows(indices, [len(feed[i]) for i in indices], self.description.max_num_batched_tokens):
+        sizes, logits = [len(feed[index]) for index in indices], [index in wanting for index in indices]
+        limits = self.description.max_num_batched_tokens, self._runner.max_logits
+        for batch in split_by_rows(indices, sizes, logits, *limits):
             sampling = [index for index in batch if index in wanting]
             sequences = [BatchedSequence(rows[i].table, feed[i], 1 if i in wanting else 0) for i in batch]
             masking = self._begin_masks(rows, sampling, outcomes)

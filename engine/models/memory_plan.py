@@ -16,6 +16,9 @@ from engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMI
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
 
+MAX_LOGITS_ROWS = 512
+"""Rows of a pass that logits are computed of: steps that want more take more passes."""
+
 SHAPED_AT_ONCE = 1 << 23
 """Numbers of rows of logits that a GPU changes, filters or orders at a time (engine/sampling/sampler.py)."""
 # For each of them: scores, noise, weights and their order, in 4 or 8 bytes each.
@@ -104,13 +107,14 @@ def model_memory(
         rounded_up = own_heads + own_kv_heads - (heads + kv_heads) / ranks
         more = int(2 * config["num_hidden_layers"] * hidden * head_dim * rounded_up)
         kv_row = kv_row_bytes(head_dim, size, quantized_kv)
-        row = config["vocab_size"] * size
-        row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
-        workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4 + max_num_batched_tokens * row
-        workspace += _SHAPING_BYTES * min(SHAPED_AT_ONCE, max_num_batched_tokens * config["vocab_size"])
+        vocabulary, logits_rows = config["vocab_size"], min(MAX_LOGITS_ROWS, max_num_batched_tokens)
+        row = _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
+        workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4
+        workspace += max_num_batched_tokens * row + logits_rows * vocabulary * size
+        workspace += _SHAPING_BYTES * min(SHAPED_AT_ONCE, logits_rows * vocabulary)
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
-        workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
+        workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + 2 * vocabulary * size)
         codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in QUANTIZED_FAMILIES
         weights, kept = kept_bytes(folder, config, size, quantization, codes)
         return ModelMemory(

@@ -35,20 +35,24 @@ def make_room(pool: PagePool, needs: Sequence[tuple[PageTable, int]], outcomes: 
     return admitted
 
 
-def split_by_rows(indices: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """`indices` in order, cut so that the sizes in each part sum to at most `limit` tokens.
+def split_by_rows(
+    indices: Sequence[int], sizes: Sequence[int], logits: Sequence[int], limit: int, max_logits: int
+) -> Iterator[list[int]]:
+    """`indices` in order, cut so that in each part the sizes sum to at most `limit` tokens, and the `logits` that are
+    wanted to at most `max_logits` rows, unless a single one wants more.
 
-    Raises ValueError where a single one is larger.
+    Raises ValueError where a single size is larger.
     """
     part: list[int] = []
-    filled = 0
-    for index, size in zip(indices, sizes, strict=True):
+    filled = wanted = 0
+    for index, size, more in zip(indices, sizes, logits, strict=True):
         if size > limit:
             raise ValueError(f"a row feeds {size} tokens, a pass takes at most {limit}")
-        if filled + size > limit:
+        if part and (filled + size > limit or wanted + more > max_logits):
             yield part
-            part, filled = [], 0
+            part, filled, wanted = [], 0, 0
         part.append(index)
         filled += size
+        wanted += more
     if part:
         yield part

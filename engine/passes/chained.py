@@ -63,7 +63,9 @@ class ChainedPasses:
         while feeding:
             parts: list[tuple[Tensor, Tensor]] = []
             sizes = [len(sequence.tokens) for sequence in feeding]
-            for batch in split_by_rows(range(len(feeding)), sizes, self._max_num_batched_tokens):
+            wanted = [sequence.logits for sequence in feeding]
+            limits = self._max_num_batched_tokens, self._runner.max_logits
+            for batch in split_by_rows(range(len(feeding)), sizes, wanted, *limits):
                 first, last = batch[0], batch[-1]
                 result = self._runner.run(
                     feeding[first : last + 1], computing, None if fed is None else fed[first : last + 1]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.attention.backends import AttentionBackend
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool, PageTable
+from engine.models.memory_plan import MAX_LOGITS_ROWS
 from engine.parallel.lead import Lead
 from engine.passes.device import PassClock, current
 from engine.passes.eager import EagerPasses
@@ -54,6 +55,9 @@ class ModelRunner:
         self.graphs = graphs
         self.lead = lead
         self.row_counts = tuple(row_counts)
+        counts = [count for count in row_counts if count <= MAX_LOGITS_ROWS]
+        self.max_logits = max(counts, default=MAX_LOGITS_ROWS)
+        """Rows of logits that memory is planned for, in one of `row_counts`."""
         self._eager = passes or EagerPasses(model, kv, backend, self.padded)
         # The model searches its layers for it each time.
         self._device = model.device

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.batching.verify_grouping import GroupingView, pick
-from scheduler.messages import GroupFormed, Row, SendStep
+from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
 from scheduler.state.workers import DRAFTED, PREFILLING, VERIFYING, KvEntry, Sequence, TargetWorker, Work
 from scheduler.transitions.lifecycle import Lifecycle
 
@@ -178,7 +178,8 @@ class TargetPlanner:
                 break
             if sequence.state is not PREFILLING or (start := target.prefill_from(sequence)) is None:
                 continue
-            end = min(sequence.length, start + budget)
+            room = budget if sequence.request.prompt_logprobs is None else min(budget, MAX_SCORED_TOKENS)
+            end = min(sequence.length, start + room)
             entry, before = target.kv[sequence.sequence_id], target.in_flight.get(sequence.sequence_id)
             if target.reserve(entry, end) or (before is None and self._make_room(target, sequence, entry, end)):
                 budget -= end - start

@@ -20,7 +20,7 @@ from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
 from engine.sampling.grammars import GrammarState
 from protos import worker_pb2
-from scheduler.messages import Role, RowStatus
+from scheduler.messages import MAX_SCORED_TOKENS, Role, RowStatus
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.rpc.conversion import from_wire
@@ -448,6 +448,8 @@ def _check_scoring(row: worker_pb2.Row, engine: EngineDescription) -> None:
         raise ValueError(
             f"scoring names {count} tokens from position {first} on, all must be between {row.kv_len + 1} and {last}"
         )
+    if count > MAX_SCORED_TOKENS:
+        raise ValueError(f"scoring names {count} tokens, must name at most {MAX_SCORED_TOKENS}")
     if count:
         _check_tokens("scoring.tokens", row.scoring.tokens, engine)
 

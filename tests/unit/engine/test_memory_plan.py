@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,14 +15,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.attention.backends import MatmulBackend, unrestricted_form
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.description import EngineDescription
+from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError
-from engine.kv.paged_kv import PagedKv
+from engine.kv.paged_kv import PagedKv, PagedKvStore
+from engine.kv.pages import PagePool, PageTable
 from engine.models.loaded_model import KvShape
-from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from engine.models.memory_plan import MAX_LOGITS_ROWS, MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of
+from engine.passes.runner import ModelRunner
 from engine.quantization.gguf_folder import gguf_folder
 from engine.quantization.model import build_model, open_weights, round_weights
-from tests.support.tiny_models import save_tiny_pair, tiny_model
+from engine.sampling.logits_scan import LogitsScan
+from engine.steps import ProposeRow, RowOutcome, VerifyRow
+from engine.target import TargetEngine
+from scheduler.messages import PromptScoring
+from scheduler.sampling import SamplingParameters
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 from tests.unit.engine.test_gguf_model import write_model
 
 GB = 10**9
@@ -85,8 +97,9 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     assert found.weights == sum(weights.nbytes for weights in model.parameters())
     assert found.kv_bytes_per_token == 2 * KvShape.of(model.config).bytes_of_layer(torch.float16)
     assert found.workspace > 1 << 30
-    of_a_row = 2 * (model.config.vocab_size + model.config.hidden_size + model.config.intermediate_size)
-    assert model_memory("target", folder, "float16", 2048).workspace - found.workspace > 1948 * of_a_row
+    vectors, logits = 2 * (model.config.hidden_size + model.config.intermediate_size), 2 * model.config.vocab_size
+    of_2048 = model_memory("target", folder, "float16", 2048).workspace
+    assert of_2048 - found.workspace > 1948 * vectors + (MAX_LOGITS_ROWS - 100) * logits
     in_safetensors = model_memory("target", folder, "auto", 100).weights
     assert in_safetensors == 2 * found.weights  # float32
     weights = load_file(folder / "model.safetensors")
@@ -98,6 +111,51 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(model.float().state_dict(), folder / "pytorch_model.bin")
     assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
+
+
+def test_passes_compute_logits_of_no_more_rows_than_are_planned() -> None:
+    """Of targets and drafts, sampled or scored, with the answers that each row has in a step of its own."""
+    model = tiny_model("llama", **TORCH_SHAPE)
+    model.set_attn_implementation(ATTENTION_NAME)
+    config, cpu, computed = model.config, torch.device("cpu"), list[int]()
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: computed.append(logits.shape[1]))
+
+    def parts() -> tuple[EngineDescription, ModelRunner, PagePool]:
+        kv = PagedKv(2, 1200, 16, config.num_key_value_heads, config.head_dim, torch.float32, cpu)
+        backend = MatmulBackend(unrestricted_form(16), config.num_attention_heads, config.num_key_value_heads, 16, cpu)
+        described = EngineDescription("tiny", b"", VOCABULARY, "float32", "cpu", 16, 1200, 4096, 2048)
+        return described, ModelRunner(model, kv, backend, (8, 500, 600, 2048)), PagePool(1200, 16)
+
+    prompt, sampling = [place * 7 % VOCABULARY for place in range(256)], SamplingParameters(temperature=1.0, seed=1)
+    scoring = [PromptScoring(1, tuple(prompt[1:]), 0), None]
+
+    def verify(number: int) -> VerifyRow:
+        tokens = prompt if number % 300 == 0 else prompt[number % 100 : number % 100 + 1]
+        drafted = [number % 7, 5, 3] if len(tokens) == 1 else []
+        return VerifyRow(PageTable(), tokens, drafted, True, tokens, 1, sampling, scoring=scoring[len(tokens) == 1])
+
+    def propose(number: int) -> ProposeRow:
+        tokens = prompt[number % 100 : number % 100 + 1]
+        return ProposeRow(PageTable(), tokens, 2, tokens, 1, sampling)
+
+    def verified(numbers: Sequence[int]) -> list[RowOutcome]:
+        described, runner, pool = parts()
+        engine = TargetEngine(described, runner, pool, PagedKvStore(runner.kv, "tiny", b""), LogitsScan())
+        return engine.step([verify(number) for number in numbers]).rows
+
+    def proposed(numbers: Sequence[int]) -> list[RowOutcome]:
+        return DraftEngine(*parts(), LogitsScan()).step([propose(number) for number in numbers]).rows
+
+    for step, count in ((verified, 390), (proposed, 1100)):
+        together = step(range(count))
+        assert max(computed) == 500 < MAX_LOGITS_ROWS
+        for number in range(0, count, 30):
+            (alone,) = step([number])
+            assert together[number].tokens == alone.tokens != []
+            scores = [one.logprob for one in together[number].prompt_logprobs]
+            assert scores == pytest.approx([one.logprob for one in alone.prompt_logprobs], abs=1e-4)
+            assert len(scores) == (255 if step is verified and number % 300 == 0 else 0)
+        computed.clear()
 
 
 def taken(model: PreTrainedModel) -> int:

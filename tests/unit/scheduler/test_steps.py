@@ -6,7 +6,7 @@ import pytest
 
 from engine.settings import EngineSettings
 from scheduler.config import Policy
-from scheduler.messages import FinishSequence, Role, SendStep
+from scheduler.messages import MAX_SCORED_TOKENS, FinishSequence, Role, SendStep
 from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs, pair
 
 
@@ -49,6 +49,15 @@ def test_what_runs_and_what_a_step_feeds_follow_from_what_a_pass_takes(device: s
     driver.answer("target")
     fed = [sum(len(row.tokens) for row in step.rows) for step in of_type(driver.log, SendStep)]
     assert fed == [80, chunk]
+
+
+def test_a_row_asks_for_few_log_probabilities_of_a_prompt() -> None:
+    driver = Driver(draft_length=0, steps_in_flight=1)
+    driver.join("target", pages=9000, packed=2048)
+    driver.submit(0, prompt_length=600, max_tokens=1, prompt_logprobs=0)
+    ((row,),) = [step.rows for step in of_type(driver.log, SendStep)]
+    assert row.scoring is not None
+    assert len(row.tokens) == len(row.scoring.tokens) == MAX_SCORED_TOKENS
 
 
 def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:

@@ -132,6 +132,7 @@ def committing(tokens: list[int]) -> dict[str, object]:
         ({"tokens": [1, 2], "scoring": scoring(2, 7, 8)}, "scoring names 2 tokens from position 2 on"),
         ({"tokens": [1, 2], "scoring": scoring(2, 7), "sample": True}, "all must be between 1 and 1"),
         ({"tokens": [1, 2], "scoring": scoring(1, 5000)}, "scoring.tokens holds 5000"),
+        ({"tokens": [1] * 257, "scoring": scoring(1, *[1] * 257)}, "scoring names 257 tokens, must name at most 256"),
         ({"tokens": [1], "parameters": worker_pb2.SequenceParameters()}, "prompt_length is 0"),
         (committing([VOCABULARY]), f"committed_tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
         (
