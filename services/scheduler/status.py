@@ -97,10 +97,11 @@ def _worker(link: WorkerLink, snapshot: WorkerSnapshot | None) -> scheduler_pb2.
 
 
 def drafting_to_wire(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
+    draft = "its own draft" if now.draft_id == now.target_id else now.draft_id
     if now.length:
-        what = f"drafts up to {now.length} tokens with {now.draft_id}, which is to give {now.gain:.2f} times"
+        what = f"drafts up to {now.length} tokens with {draft}, which is to give {now.gain:.2f} times"
     else:
-        what = f"does not draft with {now.draft_id}: nothing beats, by enough to change,"
+        what = f"does not draft with {draft}: nothing beats, by enough to change,"
     chances = ", ".join(f"{chance:.2f}" for chance in now.chances) or "unknown"
     chances = f"acceptance by place {chances}"
     return to_wire(
