@@ -92,13 +92,11 @@ class AheadRow:
 
 @dataclass(slots=True)
 class AheadProposal:
-    """What is proposed if the first `accepted` tokens of `AheadRow.assumed` are accepted and `token` comes then;
-    `confidences` as in `RowOutcome`."""
+    """What is proposed if the first `accepted` tokens of `AheadRow.assumed` are accepted and `token` comes then."""
 
     accepted: int
     token: int
     tokens: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -107,9 +105,9 @@ class RowOutcome:
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
-    table covers all of it but its last token. `confidences` say how sure the draft is of each of them, from 0 to 1;
-    empty where it cannot say. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the likeliest result's
-    first; the table covers `assumed`. Of a `VerifyRow`, it holds what follows `tokens` by the target's own proposal.
+    table covers all of it but its last token. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the
+    likeliest result's first; the table covers `assumed`. Of a `VerifyRow`, it holds what follows `tokens` by the
+    target's own proposal.
     """
 
     tokens: list[int]
@@ -117,7 +115,6 @@ class RowOutcome:
     logits_digests: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    confidences: list[float] = field(default_factory=list)
     error: str | None = None
     out_of_pages: bool = False
     ahead: list[AheadProposal] = field(default_factory=list)

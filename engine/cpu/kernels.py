@@ -165,7 +165,6 @@ class CpuKernels:
         self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 7)
         self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 6, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
-        self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
         self._digests = function("spool_digests", [pointer] * 3 + [size] * 3)
         self._draw = function("spool_draw", [pointer] * 5 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
@@ -327,7 +326,7 @@ class CpuKernels:
         return outputs
 
     def scans(self, scores: torch.Tensor) -> bool:
-        """Whether `argmax`, `probabilities`, `digests`, `draw` and `forbid` take rows of scores like these."""
+        """Whether `argmax`, `digests`, `draw` and `forbid` take rows of scores like these."""
         return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,14 +338,6 @@ class CpuKernels:
         pointers = (places.data_ptr(), values.data_ptr(), scores.data_ptr())
         self._argmax(*pointers, rows, scores.stride(0), size)
         return places, values
-
-    def probabilities(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Softmax of each row of scores `[rows, size]` at the row's place (int64), float32."""
-        rows, size = scores.shape
-        found = torch.empty(rows, dtype=torch.float32)
-        pointers = (found.data_ptr(), scores.data_ptr(), places.data_ptr())
-        self._probabilities(*pointers, rows, scores.stride(0), size)
-        return found
 
     def digests(self, scores: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
         """As `LogitsScan.digests`."""

@@ -19,11 +19,6 @@ class KernelScan(LogitsScan):
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         return self._kernels.argmax(scores) if self._kernels.scans(scores) else super().argmax(scores)
 
-    def probabilities(self, scores: Tensor, columns: Tensor) -> Tensor:
-        if self._kernels.scans(scores):
-            return self._kernels.probabilities(scores, columns)
-        return super().probabilities(scores, columns)
-
     def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
         return self._kernels.draw(scores, draws, token_ids) if self._kernels.scans(scores) else None
 

@@ -2,8 +2,7 @@
 engine/sampling/sampler.py.
 
 The vocabulary is cut in chunks. Tokens are decided by the exact operations of engine/sampling/noise.py and
-engine/sampling/ieee_math.py; sums and exponentials of the device decide about probabilities, and about which chunks are
-looked at closely.
+engine/sampling/ieee_math.py; exponentials of the device decide only which chunks are looked at closely.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def _scores(logits, row, row_stride, column, exists):  # type: ignore[no-untyped
 
 @triton.jit(do_not_specialize=["rows"])
 def _scan(  # type: ignore[no-untyped-def]
-    largest, best, arrivals, sums, columns, logits, draws, token_ids, row_stride, size, rows, chunk_size: tl.constexpr
+    largest, best, arrivals, columns, logits, draws, token_ids, row_stride, size, rows, chunk_size: tl.constexpr
 ):
-    """One chunk of a row: its largest score, the first column of it, the sum of exponentials, the first arrival."""
+    """One chunk of a row: its largest score, the first column of it, the first arrival."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     place = row * tl.num_programs(0) + chunk
     column = chunk * chunk_size + tl.arange(0, chunk_size)
@@ -88,7 +87,6 @@ def _scan(  # type: ignore[no-untyped-def]
     tl.store(largest + place, top)
     tl.store(best + place, top)
     tl.store(columns + place, tl.min(tl.where(score == top, column, size), 0))
-    tl.store(sums + place, tl.sum(tl.exp(score - base), 0))
     if draws is not None:
         temperature = _temperature(draws, row, rows)
         if temperature > 0:
@@ -139,18 +137,7 @@ def _score(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])
 def _choose(  # type: ignore[no-untyped-def]
-    tokens,
-    probabilities,
-    largest,
-    best,
-    sums,
-    columns,
-    logits,
-    token_ids,
-    row_stride,
-    size,
-    count,
-    chunks: tl.constexpr,
+    tokens, largest, best, columns, token_ids, size, count, chunks: tl.constexpr
 ):
     """One row, of `count` chunks; `chunks` is padded."""
     row = tl.program_id(0)
@@ -158,7 +145,6 @@ def _choose(  # type: ignore[no-untyped-def]
     exists = tl.arange(0, chunks) < count
     tops = tl.load(largest + place, mask=exists, other=-_INF)
     top = tl.max(tops, 0)
-    total = tl.sum(tl.load(sums + place, mask=exists, other=0.0) * tl.exp(tops - top), 0)
     scores = tl.load(best + place, mask=exists, other=-_INF)
     won = (scores == tl.max(scores, 0)) & exists
     # A row without a token may have no best column either.
@@ -166,9 +152,7 @@ def _choose(  # type: ignore[no-untyped-def]
     token = column.to(tl.int64)
     if token_ids is not None:
         token = tl.load(token_ids + column)
-    logit = tl.load(logits + row.to(tl.int64) * row_stride + column).to(tl.float32)
     tl.store(tokens + row, tl.where(tl.abs(top) < _INF, token, -1))
-    tl.store(probabilities + row, tl.exp(logit - top) / total)
 
 
 class TritonScan(LogitsScan):
@@ -176,17 +160,16 @@ class TritonScan(LogitsScan):
 
     def choose(
         self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         (rows, size), device = scores.shape, scores.device
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         stride, count = scores.stride(0), triton.cdiv(size, CHUNK)
         chunks = triton.next_power_of_2(count)
         # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes.
         numbers = -(-rows * count // 4) * 4
-        largest, best, arrivals, sums = torch.empty(4, numbers, dtype=torch.float32, device=device)
+        largest, best, arrivals = torch.empty(3, numbers, dtype=torch.float32, device=device)
         columns = torch.empty(rows, count, dtype=torch.int32, device=device)
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        probabilities = torch.empty(rows, dtype=torch.float32, device=device)
         keys, temperatures = zip(*draws, strict=True)
         drawn = None
         if any(temperatures):
@@ -194,16 +177,14 @@ class TritonScan(LogitsScan):
             drawn = on_device([*keys, *array("i", array("f", temperatures).tobytes())], device)
         given = (scores, drawn, token_ids, stride, size, rows)
         with current(device):
-            _scan[(count, rows)](largest, best, arrivals, sums, columns, *given, CHUNK)
+            _scan[(count, rows)](largest, best, arrivals, columns, *given, CHUNK)
             if drawn is not None:
                 # A multiplication and an addition in one operation give other bits than both.
                 _score[(count, rows)](largest, best, arrivals, columns, *given, CHUNK, chunks, enable_fp_fusion=False)
-            _choose[(rows,)](
-                tokens, probabilities, largest, best, sums, columns, scores, token_ids, stride, size, count, chunks
-            )
-        return tokens, probabilities
+            _choose[(rows,)](tokens, largest, best, columns, token_ids, size, count, chunks)
+        return tokens
 
     def draw(
         self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        return self.choose(scores, draws, token_ids)[0]
+        return self.choose(scores, draws, token_ids)

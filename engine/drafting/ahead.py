@@ -79,7 +79,7 @@ class AheadDrafting:
         timings.add(proposed.timings)
         for result, of_fork in zip(results, proposed.rows, strict=False):
             if of_fork.tokens and of_fork.error is None:
-                proposal = AheadProposal(result.accepted, result.token, of_fork.tokens, of_fork.confidences)
+                proposal = AheadProposal(result.accepted, result.token, of_fork.tokens)
                 outcomes[result.row].ahead.append(proposal)
         return StepOutcome(outcomes, timings)
 

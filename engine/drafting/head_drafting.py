@@ -22,7 +22,7 @@ from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
 from engine.passes.features import Features
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
+from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.steps import AheadProposal, RowOutcome, VerifyRow
 
 
@@ -153,14 +153,12 @@ class HeadDrafting:
         logits, features = self._head.propose(tokens, features, positions, self._kv, where, plan)
         contexts = [SamplingContext.after(one.row, one.known) for one in asking]
         chosen = sample_tokens(logits, contexts, self._head.token_ids, self._scan)
-        probabilities = probabilities_of(logits, chosen, self._head.token_ids, self._scan)
-        for one, token, probability in zip(asking, chosen, probabilities, strict=True):
+        for one, token in zip(asking, chosen, strict=True):
             one.position += 1
             if token is None:
                 one.position = -1  # nothing can follow
             else:
                 one.proposal.tokens.append(token)
-                one.proposal.confidences.append(probability)
         return features
 
     def _grows(self, one: _Asking) -> bool:

@@ -92,7 +92,7 @@ class InsideDrafting:
                 continue
             row.draft_kv.end(self._draft.pool, [*asking.tokens, *result.tokens[:-1]], self._prefixes)
             if result.tokens:
-                ahead = AheadProposal(outcome.accepted, outcome.tokens[-1], result.tokens, result.confidences)
+                ahead = AheadProposal(outcome.accepted, outcome.tokens[-1], result.tokens)
                 outcome.ahead.append(ahead)
 
     def _give_up(self, kv: DraftKv, distrusted: bool = False) -> None:

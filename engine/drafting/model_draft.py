@@ -18,7 +18,7 @@ from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import SamplingContext, draw_of, probabilities_of, sample_tokens, takes_any_token
+from engine.sampling.sampler import SamplingContext, draw_of, sample_tokens, takes_any_token
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import (
     AheadRow,
@@ -31,11 +31,6 @@ from engine.steps import (
     never_awaited,
     no_callback,
 )
-
-_LOOKED_UP = 0.75
-"""Confidence in a token that was looked up: about this share of them is right."""
-_FORCED = 0.95
-"""Confidence in a token that a grammar forces: the text is certain, its division into tokens nearly so."""
 
 
 class DraftEngine:
@@ -111,34 +106,32 @@ class DraftEngine:
     def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
         """What the row feeds in the first pass: its missing tokens and what is proposed without the model's choice, but
         for the last token of a whole proposal."""
-        outcome.tokens, confidence = self._known_proposal(row)
-        outcome.confidences = [confidence] * len(outcome.tokens)
+        outcome.tokens = self._known_proposal(row)
         ahead = outcome.tokens[: row.draft_length - 1]
         if not ahead:
             return row.tokens
         self.pool.append(row.table, len(ahead))
         return [*row.tokens, *ahead]
 
-    def _known_proposal(self, row: ProposeRow) -> tuple[list[int], float]:
-        """A proposal that its grammar forces, or out of the row's own history, with the confidence in each token; empty
-        where the model has to make it."""
+    def _known_proposal(self, row: ProposeRow) -> list[int]:
+        """A proposal that its grammar forces, or out of the row's own history; empty where the model has to make it."""
         length = row.draft_length
         if length < 1 or not self.pool.can_append(row.table, length - 1):
-            return [], 0.0
+            return []
         if len(row.tokens) + length - 1 > self.description.max_num_batched_tokens:
-            return [], 0.0
+            return []
         structured = self._structured(row, ())
         if structured is not None and self._grammars is not None:
             forced = self._grammars.forced(structured)[:length]
             if forced:
-                return forced, _FORCED
+                return forced
         if self._lookup_match is None:
-            return [], 0.0
+            return []
         row.places.follow(row.history)
         found = row.places.continuation(length, self._lookup_match, LONGEST_LOOKUP_MATCH)
         if structured is not None and self._grammars is not None and found:
             found = self._grammars.allowed_prefix(structured, found)
-        return found, _LOOKED_UP
+        return found
 
     def _structured(self, row: ProposeRow, proposed: Sequence[int]) -> GrammarRow | None:
         """What the row's grammar is to be asked of; None without a grammar that is followed here."""
@@ -175,15 +168,14 @@ class DraftEngine:
             if masking is not None:
                 self._constrain([rows[index] for index in sampling], logits, contexts, masking.result())
             tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
-            probabilities = probabilities_of(logits, tokens, self._token_ids, self._scan)
-            for place, (index, token, probability) in enumerate(zip(sampling, tokens, probabilities, strict=True)):
+            for place, (index, token) in enumerate(zip(sampling, tokens, strict=True)):
                 if token is None and masking is not None and bool(torch.isneginf(logits[place]).all()):
                     at_end.add(index)
                     # The table ends before the proposal's last token, which was fed.
                     if outcomes[index].tokens:
                         self.pool.truncate(rows[index].table, rows[index].table.length - 1)
                 else:
-                    _record(outcomes[index], token, probability)
+                    _record(outcomes[index], token)
             timings.add_pass(*result.clock.seconds())
         return at_end
 
@@ -254,14 +246,13 @@ class DraftEngine:
         ]
         proposals = chained.run(sequences, draw_after, goes_on, timings, computing)
         for index, proposed in zip(indices, proposals, strict=True):
-            for token, probability in proposed:
+            for token in proposed:
                 if outcomes[index].error is None:
-                    _record(outcomes[index], token, probability)
+                    _record(outcomes[index], token)
 
 
-def _record(outcome: RowOutcome, token: int | None, probability: float) -> None:
+def _record(outcome: RowOutcome, token: int | None) -> None:
     if token is None:
         outcome.error = "the draft's logits are not finite"
     else:
         outcome.tokens.append(token)
-        outcome.confidences.append(probability)

@@ -50,18 +50,18 @@ class ChainedPasses:
         goes_on: GoesOn,
         timings: EngineTimings,
         computing: Computing,
-    ) -> list[list[tuple[int | None, float]]]:
+    ) -> list[list[int | None]]:
         """Feeds the sequences, and then token by token those that want logits, as long as they go on. Gives the tokens
-        chosen for each, with their probabilities; the token is None from the first on whose logits are not finite.
+        chosen for each, None from the first on whose logits are not finite.
 
         `computing` is called for each pass. The host waits once, at the end.
         """
         device = self._runner.model.device
-        chosen: list[list[tuple[int | None, float]]] = [[] for _ in sequences]
-        found: list[tuple[list[int], Tensor, Tensor]] = []
+        chosen: list[list[int | None]] = [[] for _ in sequences]
+        found: list[tuple[list[int], Tensor]] = []
         places, feeding, fed, clock = list(range(len(sequences))), list(sequences), None, None
         while feeding:
-            parts: list[tuple[Tensor, Tensor]] = []
+            parts: list[Tensor] = []
             sizes = [len(sequence.tokens) for sequence in feeding]
             wanted = [sequence.logits for sequence in feeding]
             limits = self._max_num_batched_tokens, self._runner.max_logits
@@ -82,10 +82,8 @@ class ChainedPasses:
             places = [place for place, sequence in zip(places, feeding, strict=True) if sequence.logits]
             if not places:
                 break
-            tokens, probabilities = parts[0]
-            if len(parts) > 1:
-                tokens, probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
-            found.append((places, tokens, probabilities))
+            tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+            found.append((places, tokens))
             going = [index for index, place in enumerate(places) if goes_on(place, len(found))]
             fed = tokens.clamp(min=0)
             if len(going) < len(places):
@@ -96,9 +94,8 @@ class ChainedPasses:
         with current(device):
             clock.computed()
         if found:
-            each_places, each_tokens, each_probabilities = zip(*found, strict=True)
-            numbers = torch.stack([torch.cat(each_tokens).double(), torch.cat(each_probabilities).double()]).tolist()
-            for place, token, probability in zip(chain(*each_places), *numbers, strict=True):
-                chosen[place].append((None if token < 0 else int(token), probability))
+            each_places, each_tokens = zip(*found, strict=True)
+            for place, token in zip(chain(*each_places), torch.cat(each_tokens).tolist(), strict=True):
+                chosen[place].append(None if token < 0 else token)
         timings.add_pass(*clock.seconds())
         return chosen

@@ -1,5 +1,4 @@
-"""What whole rows of logits are scanned for: the argmax, the probability of one token, a digest, and what a grammar
-forbids.
+"""What whole rows of logits are scanned for: the argmax, a drawn token, a digest, and what a grammar forbids.
 
 `LogitsScan` computes it with torch, on any device; engine/cpu/logits_scan.py and engine/cuda/triton_sampling.py have
 kernels for it, which give the same tokens.
@@ -52,21 +51,15 @@ class LogitsScan:
         lanes = start + torch.arange(_BUCKET, device=scores.device)
         return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
-    def probabilities(self, scores: Tensor, columns: Tensor) -> Tensor:
-        """Softmax of each row [R, V] at the row's column (int64), float32; NaN for a row that has none."""
-        scores = scores.to(torch.float32)
-        return torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1))
-
-    def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor:
         """The token that `sample_tokens` gives each row [R, V] without filters or changes of its scores (int64,
-        negative in place of None), and its softmax probability (float32), on the device of the scores, without waiting
-        for it. `token_ids` as there."""
+        negative in place of None), on the device of the scores, without waiting for it. `token_ids` as there."""
         columns, largest = self.argmax(scores)
         tokens = columns if token_ids is None else token_ids[columns]
-        return torch.where(largest.isfinite(), tokens, -1), self.probabilities(scores, columns)
+        return torch.where(largest.isfinite(), tokens, -1)
 
     def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
-        """The tokens of `choose` alone; None where these scores are not drawn from here."""
+        """As `choose`; None where these scores are not drawn from here."""
         return None
 
     @torch.inference_mode()

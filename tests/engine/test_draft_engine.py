@@ -125,13 +125,6 @@ def test_proposals_are_those_of_the_whole_head_without_the_other_tokens(
         proposed_by(reference, prompt, 6, SOME_TOKENS, sampling)
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        text = torch.tensor([[*prompt, *outcome.tokens[:-1]]])
-        with torch.no_grad():
-            logits = reference(input_ids=text).logits[0, len(prompt) - 1 :, SOME_TOKENS]
-        columns = torch.tensor([SOME_TOKENS.index(token) for token in outcome.tokens])
-        probabilities = logits.softmax(1).gather(1, columns[:, None])[:, 0]
-        assert outcome.confidences == pytest.approx(probabilities.tolist(), rel=1e-3)
 
 
 def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
@@ -244,7 +237,7 @@ def test_a_match_is_proposed_in_one_pass(folder: Path, chained: bool) -> None:
     found, too_short = [1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [1, 2, 3, 9, 8, 7, 6, 5, 2, 3]
     tables = [PageTable(), PageTable()]
     (looked_up,) = engine.step([row(tables[0], found, 4)], lambda: passes.append(None)).rows
-    assert (looked_up.tokens, looked_up.confidences) == ([9, 8, 7, 6], [0.75] * 4)
+    assert looked_up.tokens == [9, 8, 7, 6]
     assert len(passes) == 1
     assert tables[0].length == 13
     (drafted,) = engine.step([row(tables[1], too_short, 4)], lambda: passes.append(None)).rows
@@ -293,7 +286,6 @@ def test_rounds_keep_the_models_kv_right(
                 (plain,) = scratch.step([row(empty := PageTable(), history, length, sampling)]).rows
                 scratch.pool.free(empty)
                 continuation = plain.tokens
-                assert outcome.confidences == pytest.approx(plain.confidences, abs=1e-5)
                 drafted += 1
             assert outcome.tokens == continuation
             assert table.length == len(history) + max(0, length - 1)

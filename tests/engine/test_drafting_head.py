@@ -89,7 +89,6 @@ class Follower:
             return []
         (proposal,) = outcome.ahead
         assert (proposal.accepted, proposal.token) == (outcome.accepted, outcome.tokens[-1])
-        assert len(proposal.confidences) == len(proposal.tokens)
         return proposal.tokens
 
     def step(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> list[int]:

@@ -55,11 +55,6 @@ def guess(tokens: Sequence[int]) -> int:
     return right if right % 10 < 7 else (right + 1) % VOCABULARY
 
 
-def confidences(proposal: Sequence[int]) -> list[float]:
-    """Of the draft model in its proposal."""
-    return [token % 5 / 4 for token in proposal]
-
-
 def ahead(row: AheadRow) -> list[AheadProposal]:
     """What the draft model proposes after the outcomes of a verification."""
     found: list[AheadProposal] = []
@@ -69,7 +64,7 @@ def ahead(row: AheadRow) -> list[AheadProposal]:
             proposal: list[int] = []
             while len(proposal) < row.draft_length:
                 proposal.append(guess([*known, token, *proposal]))
-            found.append(AheadProposal(accepted, token, proposal, confidences(proposal)))
+            found.append(AheadProposal(accepted, token, proposal))
     return found[: row.outcomes]
 
 
@@ -196,7 +191,7 @@ class StandInEngine:
             for _ in range(row.draft_length):
                 self.feed(row.table, proposal[-1:])
                 proposal.append(guess(self.read(row.table)))
-            return RowOutcome(proposal, confidences=confidences(proposal))
+            return RowOutcome(proposal)
         scores: list[TokenLogprobs] = []
         if row.scoring is not None:
             last = row.scoring.first + len(row.scoring.tokens) - 1

@@ -72,9 +72,6 @@ void spool_rotate_write(element *queries, void *pool, const element *qkv, const 
 void spool_argmax(
     int64_t *places, float *values, const element *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
 
-void spool_probabilities(
-    float *to, const element *scores, const int64_t *places, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
-
 void spool_digests(
     uint64_t *to, const element *scores, const int64_t *which, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
 

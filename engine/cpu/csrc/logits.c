@@ -65,23 +65,6 @@ void spool_argmax(
     }
 }
 
-// The softmax of each of `rows` rows of `size` numbers, `stride` apart, at one place of each.
-void spool_probabilities(float *to, const element *scores, const int64_t *places, ptrdiff_t rows, ptrdiff_t stride,
-    ptrdiff_t size) {
-#pragma omp parallel for schedule(static) if (SHARED_OUT)
-    for (ptrdiff_t row = 0; row < rows; row++) {
-        assert(places[row] >= 0 && places[row] < size);
-        const element *of = scores + row * stride;
-        float highest = largest_of(of, size);
-        f32v sums = splat(0.0f);
-        for (ptrdiff_t i = 0; i < size; i += LANES)
-            sums = sums + exponential(load_some(of + i, size - i) - highest);
-        float shares[LANES];
-        store(shares, exponential(load_some(of + places[row], 1) - highest));
-        to[row] = shares[0] / sum(sums);
-    }
-}
-
 // The bits of 64 numbers; whether all of them have one, or none, is the same in any order.
 INLINE uint64_t bits_of_64(const uint8_t *allowed) {
     uint64_t bits;

@@ -69,11 +69,6 @@ def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -
     return choices[(choice if right else choice + 1) % len(choices)]
 
 
-def _confidence(total: int, right: bool) -> float:
-    """Higher for right tokens, with much noise."""
-    return 0.4 * right + 0.6 * (_choice(total) % 997 / 997)
-
-
 def _other_token(total: int, acceptance: float, assumed: int | None) -> int:
     """What a draft takes for likeliest where the target does not choose `assumed`: more often than not the truth."""
     token = _draft_token(total, acceptance)
@@ -289,8 +284,7 @@ class PagedModel:
             proposal = self._follow(table, tokens[-1], row.draft_length)
             self.pool.truncate(table, length)
             if proposal:
-                confidences = [(length * 31 + one) % 100 / 99 for one in proposal]
-                outcome.ahead.append(AheadProposal(outcome.accepted, tokens[-1], proposal, confidences))
+                outcome.ahead.append(AheadProposal(outcome.accepted, tokens[-1], proposal))
         return outcome
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
@@ -300,15 +294,13 @@ class PagedModel:
         if not row.draft_length:
             return RowOutcome([])
         total = self._attend(table)
-        confidences = [1.0] * len(proposal)
         while len(proposal) < row.draft_length and not _ended(row, proposal):
             if proposal:
                 self._feed(table, proposal[-1:])
                 total = self._attend(table)
             choices = _choices(row, _matcher(row, proposal))
             proposal.append(_draft_token(total, self.acceptance, choices))
-            confidences.append(_confidence(total, proposal[-1] == _target_token(total, choices)))
-        return RowOutcome(proposal, confidences=confidences)
+        return RowOutcome(proposal)
 
     def _prepare(self, row: AheadRow, early: bool) -> RowOutcome:
         """`early`: ends after any number of passes, and has so much of each proposal."""
@@ -333,8 +325,7 @@ class PagedModel:
                 token = _other_token(self._attend(fork), self.acceptance, assumed)
                 proposal = self._follow(fork, token, length)
                 if proposal:
-                    confidences = [(base * 31 + one) % 100 / 99 for one in proposal]
-                    outcome.ahead.append(AheadProposal(accepted, token, proposal, confidences))
+                    outcome.ahead.append(AheadProposal(accepted, token, proposal))
         except OutOfPagesError:
             pass  # for the others there is no room
         finally:

@@ -159,8 +159,6 @@ def test_a_draft_feeds_graphs_with_what_they_chose(kernel: ModuleType, model: Pr
         pool.check_conservation([row.table for row in rows])
     expected, outcomes = found
     assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]
-    for one, other in zip(expected, outcomes, strict=True):
-        assert other.confidences == pytest.approx(one.confidences, abs=1e-5)
 
 
 def test_a_model_that_cannot_be_captured_goes_without(
