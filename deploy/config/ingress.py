@@ -5,13 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
-from services.gateway.settings import RequestSettings, SamplingDefaults, TlsFiles
+from services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles
 
 _SHORTEST_TOKEN = 16
 _KEY = re.compile(r"[!-~]+")
@@ -33,7 +32,7 @@ class GatewaySettings(RequestSettings, Scaled):
     drain_seconds: float = described(30.0, "Time in which a departing replica ends its requests.", ge=1, le=86400)
     allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
     sampling: SamplingDefaults | None = described(None, "Sampling defaults. Unset: the model's, else OpenAI's.")
-    receipt_key_file: Path | None = described(None, "Ed25519 private key (PEM) that signs them, on every node.")
+    receipt_key_file: NodeFile | None = described(None, "Ed25519 private key (PEM) that signs them, on every node.")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -54,7 +53,7 @@ class GatewaySettings(RequestSettings, Scaled):
 class MutualTlsFiles(TlsFiles):
     """Our own certificate and key, and the authority that peers' certificates must come from."""
 
-    ca: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
+    ca: NodeFile = described(..., "Certificate of the authority that signs the certificates of all replicas.")
     server_name: str | None = described(None, "Name in all certificates that lack the nodes' addresses.", min_length=1)
 
 
@@ -86,7 +85,7 @@ class AuthSettings(Section):
     api_keys_env: str | None = described(
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
     )
-    api_keys_file: Path | None = described(None, "File on the gateway's node with more such keys, one a line.")
+    api_keys_file: NodeFile | None = described(None, "File on the gateway's node with more such keys, one a line.")
     share_prefix_cache: bool = described(
         False,
         "Requests with different API keys reuse each other's KV of a common prompt prefix. Each key can then find out "
@@ -115,7 +114,7 @@ class InternalSettings(Section):
 
     token: Secret | None = described(None, "Token of the replicas. Unset, and no TLS: each deployment makes one.")
     token_env: str | None = described(None, "Environment variable of all replicas with the token.", min_length=1)
-    token_file: Path | None = described(None, "File with the token, on every node.")
+    token_file: NodeFile | None = described(None, "File with the token, on every node.")
     tls: MutualTlsFiles | None = described(None, "Files for mutual TLS, on every node.")
     host: str | None = described(
         None,

@@ -48,7 +48,8 @@ def definition(kind: str, text: str, frame: str = "") -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    # Of the characters that JSON texts may hold as they are, one is none of Lark's.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def main() -> None:

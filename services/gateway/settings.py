@@ -7,12 +7,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from services.gateway.answers.formats import ToolFormat
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Processes have other working directories than the one who names a file.
+NodeFile = Annotated[Path, AfterValidator(Path.absolute)]
 
 
 class _Frozen(BaseModel):
@@ -22,9 +24,9 @@ class _Frozen(BaseModel):
 class TlsFiles(_Frozen):
     """Our own certificate and key: PEM files on every node."""
 
-    certificate: Path
+    certificate: NodeFile
     """Certificate, with the intermediate certificates."""
-    key: Path
+    key: NodeFile
     """Its private key."""
 
 

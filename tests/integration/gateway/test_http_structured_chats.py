@@ -153,7 +153,7 @@ def test_reasoning_before_other_structures(talk: Open) -> None:
     with open_wanderer(talk, THINKING) as model:
         model.backend.begins = "<think>a</think>"
         for structure, content in (
-            ({"choice": ["yes", "no"]}, ("yes", "no")),
+            ({"choice": ["yes", "\x7f\n"]}, ("yes", "\x7f\n")),
             ({"regex": "[ab]"}, ("a", "b")),
             ({"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
             ({"grammar": 'start: "x" | "y"'}, ("x", "y")),

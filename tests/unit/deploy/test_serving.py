@@ -86,7 +86,10 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SecretError, match=r"internal\.token_file is .* cannot be read"):
         channel_security(InternalSettings(token_file=file))
     file.write_text(f"{TOKEN}\n")
-    assert channel_security(InternalSettings(token_file=file)).token == TOKEN
+    monkeypatch.chdir(tmp_path)
+    settings = load_configuration(None, ["internal.token_file=token"]).internal
+    monkeypatch.chdir("/")
+    assert channel_security(settings).token == TOKEN
     with pytest.raises(SecretError, match=r"internal\.token_env is SECRET, and the environment has no such variable"):
         channel_security(InternalSettings(token_env="SECRET"))
     monkeypatch.setenv("SECRET", TOKEN)
