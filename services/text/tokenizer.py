@@ -59,10 +59,6 @@ class ModelTokenizer:
         self._plain = PlainSpecials(self._tokenizer, self.special_texts)
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_sources)
-
-    @property
     def reads_clock(self) -> bool:
         """Whether a chat template asks for the date, so that the prompt of a conversation is another one tomorrow."""
         return any("strftime_now" in source for source in self._chat_sources.values())
