@@ -102,6 +102,8 @@ class PagePool:
         """Frees the pages that no position from `length` on sees. The table is never cut below `length` then, unless
         to nothing."""
         for group, span, run in zip(self.groups, self._spans, table.runs, strict=False):
+            if group.window is None:
+                continue
             left = group.left_behind(length) // span - run.freed
             if left > 0:
                 for page in run.pages[:left]:
@@ -283,7 +285,9 @@ class PagePool:
         """Pages that the table needs to hold `length` positions, beyond those that it has."""
         missing = 0
         for span, run in zip(self._spans, self._runs(table), strict=True):
-            missing += max(0, -(-length // span) - run.end)
+            short = -(-length // span) - run.freed - len(run.pages)
+            if short > 0:
+                missing += short
         return missing
 
     def _hand_out(self) -> int:
