@@ -32,7 +32,7 @@ from bench.gpu.findings import Block, Findings, run_block
 from bench.gpu.pair import SHAPES
 from bench.gpu.processes import killed_and_moved
 from bench.gpu.products import measure_products
-from bench.gpu.speed import long_contexts, plain, sampled, speculation
+from bench.gpu.speed import inside, long_contexts, plain, sampled, speculation
 from bench.record import describe_machine, installed_version, origin
 from engine.models.source import CACHE_VARIABLE
 
@@ -54,6 +54,7 @@ class Run:
             Block("serving", 90, self.serving),
             Block("speed", 150, self.speed),
             Block("exactness", 90, lambda: self.exactness(self.bench.engines(_SERVED), _SERVED, 64, 64)),
+            Block("draft inside", 90, self.draft_inside),
             Block("larger passes", 90, self.larger_passes),
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
@@ -81,6 +82,10 @@ class Run:
         speeds = plain(self.bench, engines, _SERVED, (6,) if self.small else (48, 256), rounds)
         speculation(self.bench, engines, _SERVED, speeds, (0.8,), (3,), rounds)
         long_contexts(self.bench, engines, _SERVED, (100,) if self.small else (2048,), (2,) if self.small else (8,))
+
+    def draft_inside(self) -> None:
+        name = "draft inside"
+        inside(self.bench, self.bench.engines(name), name, self.batches, 4 if self.small else 40)
 
     def larger_passes(self) -> None:
         tokens, contexts = (256, (300,)) if self.small else (8192, (2048, 8192))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.drafting.draft_kv import DraftKv
 from engine.drafting.model_draft import DraftEngine
 from engine.kv.pages import PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, VerifyRow
@@ -25,6 +26,9 @@ class Stream:
     history: list[int] = field(default_factory=list)
     table: PageTable = field(default_factory=PageTable)
     draft_table: PageTable = field(default_factory=PageTable)
+    draft_kv: DraftKv = field(default_factory=DraftKv)
+    proposal: Sequence[int] = ()
+    """Of a draft inside the target, in place of one with a `draft_table`."""
     digests: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,15 +102,15 @@ def decode(
     sampling: SamplingParameters = GREEDY,
     digests: bool = False,
 ) -> Rounds:
-    """So many rounds of all streams together: drafts, if there is a draft, then one step of the target."""
+    """So many rounds of all streams together: drafts, if there is a draft, then one step of the target, which proposes
+    itself where there is none."""
     found = Rounds()
     for _ in range(rounds):
         began = time.perf_counter()
-        proposals: list[list[int]] = [[] for _ in streams]
         if draft is not None and draft_length:
-            proposals = _proposals(draft, streams, draft_length, sampling)
+            _propose(draft, streams, draft_length, sampling)
         drafted = time.perf_counter()
-        timings = _verify(target, streams, proposals, sampling, digests, found)
+        timings = _verify(target, streams, 0 if draft is not None else draft_length, sampling, digests, found)
         verified = time.perf_counter()
         if draft is not None and draft_length:
             for stream in streams:
@@ -122,13 +126,12 @@ def decode(
 def free(target: TargetEngine, draft: DraftEngine | None, streams: Sequence[Stream]) -> None:
     for stream in streams:
         target.pool.free(stream.table)
+        stream.draft_kv.drop()
         if draft is not None:
             draft.pool.free(stream.draft_table)
 
 
-def _proposals(
-    draft: DraftEngine, streams: Sequence[Stream], draft_length: int, sampling: SamplingParameters
-) -> list[list[int]]:
+def _propose(draft: DraftEngine, streams: Sequence[Stream], draft_length: int, sampling: SamplingParameters) -> None:
     rows = [
         ProposeRow(
             stream.draft_table,
@@ -140,13 +143,14 @@ def _proposals(
         )
         for stream in streams
     ]
-    return [outcome.tokens for outcome in _checked(draft.step(rows).rows)]
+    for stream, outcome in zip(streams, _checked(draft.step(rows).rows), strict=True):
+        stream.proposal = outcome.tokens
 
 
 def _verify(
     target: TargetEngine,
     streams: Sequence[Stream],
-    proposals: Sequence[list[int]],
+    draft_length: int,
     sampling: SamplingParameters,
     digests: bool,
     found: Rounds,
@@ -155,22 +159,25 @@ def _verify(
         VerifyRow(
             stream.table,
             stream.history[stream.table.length :],
-            proposal,
+            stream.proposal,
             True,
             stream.history,
             len(stream.prompt),
             sampling,
             digests,
+            draft_length=draft_length,
+            draft_kv=stream.draft_kv,
         )
-        for stream, proposal in zip(streams, proposals, strict=True)
+        for stream in streams
     ]
     stepped = target.step(rows)
-    for stream, proposal, outcome in zip(streams, proposals, _checked(stepped.rows), strict=True):
+    for stream, outcome in zip(streams, _checked(stepped.rows), strict=True):
         stream.history += outcome.tokens
         stream.digests += outcome.logits_digests
         found.tokens += len(outcome.tokens)
-        found.drafted += len(proposal)
+        found.drafted += len(stream.proposal)
         found.accepted += outcome.accepted
+        stream.proposal = outcome.ahead[0].tokens if outcome.ahead else ()
     return stepped.timings
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from bench.gpu.decoding import GREEDY, Rounds, Stream, decode, free, prefill, prompts
 from bench.gpu.device import wait_for
 from bench.gpu.engines import Bench, Engines
+from engine.drafting.inside_target import InsideDrafting
 from scheduler.sampling import SamplingParameters
 
 _PROMPT_TOKENS = 64
@@ -81,6 +82,39 @@ def speculation(
                     accepted=found.accepted / max(found.drafted, 1),
                     **found.milliseconds(),
                 )
+
+
+def inside(bench: Bench, engines: Engines, name: str, batches: Sequence[int], rounds: int) -> None:
+    """Plain decoding, and speculation with the draft inside the target's engine, which must give the same tokens."""
+    target, length = engines.target, 3
+    target.draft_with(InsideDrafting(engines.draft, prefix_cache=False), "draft")
+    engines.pair.set_agreement(0.8)
+    for batch in batches:
+        outputs, speeds = list[list[Stream]](), list[float]()
+        for draft_length in (0, length):
+            streams = [Stream(one) for one in prompts(batch, _PROMPT_TOKENS, target.description.vocabulary_size)]
+            try:
+                prefill(target, None, streams, target.description.max_num_batched_tokens)
+                decode(target, None, streams, _WARM_UP, draft_length)
+                found = decode(target, None, streams, rounds, draft_length)
+            finally:
+                free(target, None, streams)
+            outputs.append(streams)
+            speeds.append(found.tokens_per_second)
+        pairs = [
+            each for one, other in zip(*outputs, strict=True) for each in zip(one.output, other.output, strict=False)
+        ]
+        bench.findings.add(
+            name,
+            batch=batch,
+            draft_length=length,
+            ratio=speeds[1] / speeds[0],
+            tokens_per_second=speeds[1],
+            accepted=found.accepted / max(found.drafted, 1),
+            tokens=len(pairs),
+            equal_tokens=sum(one == other for one, other in pairs),
+            **found.milliseconds(),
+        )
 
 
 def sampled(bench: Bench, engines: Engines, name: str, batches: Sequence[int], rounds: int) -> None:

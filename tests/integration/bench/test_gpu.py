@@ -71,3 +71,5 @@ def test_speculation_writes_what_plain_decoding_writes(found: list[dict[str, Any
         assert line["expected_texts"] == line["compared_with_expected"]
     for line in (*named(found, "killed and resumed"), *named(found, "KV moved")):
         assert line["equal_tokens"] == line["equal_logits"] == line["tokens"] > 0
+    for line in named(found, "draft inside"):
+        assert line["equal_tokens"] == line["tokens"] > 0
