@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -79,6 +80,9 @@ def _complain(message: str, code: int) -> int:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Not every terminal can show every text.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

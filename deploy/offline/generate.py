@@ -67,6 +67,6 @@ def _writer(inputs: InputSettings, output: Path | None, jobs: list[Job]) -> Writ
     if output is not None:
         return partial(append, output)
     if inputs.prompts is not None and not sys.stdout.isatty():
-        return lambda line: print(json.dumps(line, ensure_ascii=False), flush=True)
+        return lambda line: print(json.dumps(line), flush=True)
     shown = {job.prompt.index: job.prompt.shown for job in jobs}
     return lambda line: print(f"{shown[line['index']]}\n{indent(line['text'], '  ')}\n", flush=True)

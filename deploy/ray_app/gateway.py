@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.assembly.gateway import start_gateway
 from deploy.assembly.secrets import channel_security
@@ -16,6 +17,7 @@ from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import SchedulerAddress
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
+from services.observability.request_ids import REQUEST_ID
 
 
 @serve.ingress()
@@ -45,7 +47,7 @@ class Gateway:
         keep_loaded_objects()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._gateway.app
+        return _with_one_id(self._gateway.app)
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises."""
@@ -53,3 +55,19 @@ class Gateway:
 
     async def __del__(self) -> None:
         await self._running.aclose()
+
+
+def _with_one_id(app: ASGIApp) -> ASGIApp:
+    """Serve's proxies add the id that they sent with a request to its response, so the application must not."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if headers.get(REQUEST_ID) == Headers(scope=scope).get(REQUEST_ID):
+                    del headers[REQUEST_ID]
+            await send(message)
+
+        await app(scope, receive, send_without_id)
+
+    return answer

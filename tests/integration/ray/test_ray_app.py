@@ -170,7 +170,8 @@ def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Serve
     trace = "1" * 32
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{trace}-{'2' * 16}-01"}
     body = {"model": MODEL, "prompt": "a", "max_tokens": 3}
-    httpx.post(f"{served.application.url}/v1/completions", json=body, headers=headers, timeout=LONG)
+    answer = httpx.post(f"{served.application.url}/v1/completions", json=body, headers=headers, timeout=LONG)
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
 
     def written() -> list[str]:
         files = served.cluster.folder.glob("**/logs/worker-*.err")

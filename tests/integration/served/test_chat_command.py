@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from io import BytesIO, StringIO, TextIOWrapper
+from io import StringIO
 
 import pytest
 from pydantic import SecretStr
@@ -97,13 +97,14 @@ class _Answering(BaseHTTPRequestHandler):
 
 
 def test_any_text_can_be_asked_and_answered() -> None:
-    """An event ends at no other character than the two that end lines there; what is no UTF-8 is no reason to stop."""
-    source, sink = TextIOWrapper(BytesIO(b"a \xff\n"), encoding="utf-8"), StringIO()
+    """An event ends at no other character than the two that end lines there; a character that the terminal does not
+    have is no reason to stop."""
     with HTTPServer(("127.0.0.1", 0), _Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert chat(f"http://127.0.0.1:{server.server_port}", "any", None, None, {}, source, sink) == 0
+        command = ("chat", "--url", f"http://127.0.0.1:{server.server_port}", "--model", "any")
+        ended = spool(*command, given="\xe9\n", environment={"PYTHONIOENCODING": "ascii"})
         server.shutdown()
-    assert sink.getvalue() == "a \ufffd\u2028\x85!\n"
+    assert (ended.code, ended.out) == (0, r"\ufffd\ufffd\u2028\x85!" + "\n"), ended.err
 
 
 def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
