@@ -93,7 +93,8 @@ def _fault(fault: Any) -> tuple[str | None, str]:
     place = [_printable(str(part)) for part in fault["loc"] if part not in _NOT_FIELDS]
     kind, message = fault["type"], _printable(str(fault["msg"]))
     if kind == "json_invalid":
-        return None, f"the body is not JSON: {_printable(str(fault['ctx']['error']))} at character {place[0]}"
+        wrong = _printable(str(fault["ctx"]["error"])).removesuffix(" at")
+        return None, f"the body is not JSON: {wrong} at character {place[0]}"
     within = fault.get("ctx", {}).get("param")
     param = ".".join([*place, *([within] if within else [])]) or None
     if kind == "wrong_form":

@@ -230,7 +230,7 @@ def test_chats_need_a_template(gateways: Gateways, tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "the body is empty"),
-        (b"{", "not JSON"),
+        (b'{"prompt": "a', "not JSON: Unterminated string starting at character 11$"),
         (b"null", "must be a JSON object"),
         (b"[]", "must be a JSON object"),
         (b"\xff\xfe{}", "not JSON"),
