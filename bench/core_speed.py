@@ -169,7 +169,7 @@ class _Run:
         for role, count in ((Role.TARGET, load.targets), (Role.DRAFT, load.drafts)):
             for index in range(count):
                 head = "head" if load.heads and role is Role.TARGET else ""
-                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 16384, 4096, head_id=head))
+                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 16384, 4096, own_draft_id=head))
         for _ in range(load.pool):
             self._submit()
 

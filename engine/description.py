@@ -38,4 +38,4 @@ class EngineDescription:
     page_windows: tuple[int, ...] = ()
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()
-    head_id: str = ""
+    own_draft_id: str = ""

@@ -59,7 +59,7 @@ class TargetEngine:
 
     def draft_with(self, drafting: Drafting, draft_id: str) -> None:
         """The target proposes by itself from now on."""
-        self.description = replace(self.description, head_id=draft_id)
+        self.description = replace(self.description, own_draft_id=draft_id)
         self._drafting = drafting
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:

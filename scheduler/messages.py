@@ -61,8 +61,8 @@ class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
     Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own. So do
-    targets with the same `head_id`; "" means that the target has no head and does not propose. `page_spans` and
-    `page_windows` as in scheduler/page_counts.py; without them, a page holds `page_size` positions.
+    targets with the same `own_draft_id`, that of a head or a draft inside; "" means that the target does not propose.
+    `page_spans` and `page_windows` as in scheduler/page_counts.py; without them, a page holds `page_size` positions.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -74,7 +74,7 @@ class WorkerSpec:
     max_sequence_length: int
     max_num_batched_tokens: int
     model_id: str = ""
-    head_id: str = ""
+    own_draft_id: str = ""
     page_spans: tuple[int, ...] = ()
     page_windows: tuple[int, ...] = ()
 
@@ -156,7 +156,7 @@ class SequenceRequest:
 @dataclass(slots=True)
 class Outcome:
     """What is proposed if a target accepts the first `accepted` tokens of a proposal and then chooses `token`: by a
-    draft that does not know yet whether it will, or by the target's head, which does."""
+    draft that does not know yet whether it will, or by the target's own draft, which does."""
 
     accepted: int
     token: int
@@ -269,8 +269,8 @@ class Row:
     not know the sequence yet. `committed` then holds the committed tokens for which pages are reserved, those to feed
     included: the worker may have KV of them from other sequences. `known`: the worker got all `tokens` as `committed`
     ones before, and they are not sent again. A row that `follows` feeds the token that the row before it samples, and
-    verifies what the target's head proposes then. Nobody knows them yet: the row has no `tokens`. Until the answer to
-    the row before has come, it has no `draft_tokens`, `kv_len` is the `end` of that row, and its own `end` is a guess.
+    verifies what the target's own draft proposes then. Nobody knows them yet: the row has no `tokens`. Until the answer
+    to the row before has come, it has no `draft_tokens`, `kv_len` is the `end` of that row, and its `end` is a guess.
 
     `before` and `abandoned` are the core's own: the row of the sequence in flight on this worker that comes before this
     one; and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.

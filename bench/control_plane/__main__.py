@@ -76,7 +76,7 @@ async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient
     """The gateway's client, and the connection to the scheduler's process."""
     security = ChannelSecurity(token=random_token())
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
-    settings["head_id"] = "head" if load.heads else ""
+    settings["own_draft_id"] = "head" if load.heads else ""
     roles = [Role.TARGET] * load.targets + [Role.DRAFT] * load.drafts
     launches = [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
     context = get_context("spawn")

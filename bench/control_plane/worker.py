@@ -38,7 +38,7 @@ _OVERSLEPT_SECONDS = 0.0002
 class PacedEngine:
     """Every token is the same one. Each draft token is accepted with the chance `agreement`, given those before it."""
 
-    def __init__(self, pace: Pace, agreement: float, batch: int, head_id: str = "") -> None:
+    def __init__(self, pace: Pace, agreement: float, batch: int, own_draft_id: str = "") -> None:
         self._pace = pace
         self._agreement = agreement
         self._random = Random(1)
@@ -53,7 +53,7 @@ class PacedEngine:
             total_pages=_PAGES,
             max_sequence_length=MAX_LENGTH,
             max_num_batched_tokens=max(2048, 8 * batch),
-            head_id=head_id,
+            own_draft_id=own_draft_id,
         )
 
 
@@ -105,7 +105,7 @@ def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
     pace = Pace(**arguments.settings["pace"])
     given = pace, arguments.settings["agreement"], arguments.settings["batch"]
     if arguments.role is Role.TARGET:
-        return TargetStepExecutor(PacedTarget(*given, arguments.settings["head_id"]))
+        return TargetStepExecutor(PacedTarget(*given, arguments.settings["own_draft_id"]))
     return DraftStepExecutor(PacedDraft(*given))
 
 

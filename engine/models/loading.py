@@ -314,7 +314,7 @@ def _assemble(
         page_spans=counts.spans,
         page_windows=counts.windows,
         attention=attention_name(runner.backend),
-        head_id="" if head is None else head.name,
+        own_draft_id="" if head is None else head.name,
     )
     return description, runner, pool
 

@@ -129,7 +129,7 @@ class TargetPlanner:
             short = length + drafted > entry.room
             if short and not self._make_room(target, sequence, entry, length + drafted):
                 continue
-            ahead = self._lifecycle.to_propose(sequence) if target.has_head else 0
+            ahead = self._lifecycle.to_propose(sequence) if target.drafts_itself else 0
             row = target.make_row(sequence, entry, entry.valid, length, sequence.draft_tokens[:drafted], ahead, True)
             rows.append(row)
             work.propose(ahead)
@@ -156,7 +156,7 @@ class TargetPlanner:
             if most > room or end > target.spec.max_sequence_length:
                 continue
             if target.reserve(target.kv[sequence_id], end):
-                ahead = self._lifecycle.to_propose(sequence) if target.has_head else 0
+                ahead = self._lifecycle.to_propose(sequence) if target.drafts_itself else 0
                 row = Row(sequence_id, length, sequence.tokens.digests[length], (), length + 1, (), ahead, True, before)
                 row.follows = True
                 target.in_flight[sequence_id] = row
@@ -185,7 +185,7 @@ class TargetPlanner:
                 budget -= end - start
                 work.fed += end - start
                 samples = end == sequence.length
-                ahead = self._lifecycle.to_propose(sequence) if samples and target.has_head else 0
+                ahead = self._lifecycle.to_propose(sequence) if samples and target.drafts_itself else 0
                 row = target.make_row(sequence, entry, start, end, (), ahead, samples)
                 work.propose(ahead)
                 work.kv += row.kv_len

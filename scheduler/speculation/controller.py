@@ -67,8 +67,8 @@ class Controller:
     def target_step(self, target: TargetWorker, work: Work, seconds: float, elapsed: float | None) -> bool:
         """As `draft_step`; the rounds of the step are observed next. Whether the target begins or ceases to draft."""
         figures = target.figures
-        of_head = (work.head_passes, work.proposed) if target.has_head else ()
-        features = (1.0, work.decoded + work.fed, work.decoded, work.kv, *of_head)
+        of_own = (work.own_passes, work.proposed) if target.drafts_itself else ()
+        features = (1.0, work.decoded + work.fed, work.decoded, work.kv, *of_own)
         if work.decoded or work.fed:
             figures.cost.observe(seconds, *features)
         if elapsed is not None:
@@ -196,9 +196,9 @@ class Controller:
 
     @staticmethod
     def _present_drafter(sequence: Sequence) -> Drafter | None:
-        """The sequence's target, if that has a head; else the draft worker that has the sequence."""
+        """The sequence's target, if that drafts itself; else the draft worker that has the sequence."""
         target = sequence.target
-        return target if target is not None and target.has_head else sequence.draft
+        return target if target is not None and target.drafts_itself else sequence.draft
 
     def _drafter(self, sequence: Sequence) -> Drafter | None:
         """As `_present_drafter`, or the draft worker that would get the sequence."""
@@ -206,7 +206,7 @@ class Controller:
         return present or min(drafts, key=lambda draft: len(draft.sequences), default=None)
 
     def acceptance_of(self, worker_id: str) -> tuple[float, ...]:
-        """By place, of what a draft worker or a target with a head proposes."""
+        """By place, of what a draft worker or a target that drafts itself proposes."""
         worker = self._fleet.find(worker_id)
         model = None if worker is None else worker.figures.acceptance
         return () if model is None else tuple(model.chances)
@@ -233,7 +233,7 @@ class Controller:
 
     def _cycle(self, figures: TargetFigures, drafter: Drafter, length: float) -> Cycle:
         """As if all sequences of the target had this length and were drafted for by this worker."""
-        base, token, verified, kv, *of_head = figures.cost.coefficients
+        base, token, verified, kv, *of_own = figures.cost.coefficients
         count, wire, draft_wire = figures.decided_for, figures.wire.seconds, 0.0
         parts = max(1.0, count / self._config.batch_size)
         if isinstance(drafter, DraftWorker):
@@ -241,8 +241,8 @@ class Controller:
             of_token += of_kv * length
             draft_wire = drafter.figures.wire.seconds
         else:
-            # A head's passes are in each of the steps, which are sent before the answer to the one before has come.
-            (of_pass, of_token), wire = of_head, 0.0
+            # Its passes are in each of the steps, which are sent before the answer to the one before has come.
+            (of_pass, of_token), wire = of_own, 0.0
         return Cycle(
             count=count,
             load=max(count, len(drafter.sequences)),
@@ -254,7 +254,7 @@ class Controller:
             of_pass=of_pass,
             of_token=of_token,
             draft_wire=draft_wire,
-            shared=self._config.shared_device or bool(of_head),
+            shared=self._config.shared_device or bool(of_own),
         )
 
 

@@ -37,14 +37,14 @@ class TargetFigures:
     whether any of them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that decodes plainly
     draft one token.
 
-    A target with a head also has the head's `acceptance`, and costs by its passes and by the tokens that it proposes;
-    it is its own draft worker in `choices`.
+    A target that drafts itself also has its draft's `acceptance`, and costs by its passes and by the tokens that it
+    proposes; it is its own draft worker in `choices`.
     """
 
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
         self.acceptance = acceptance
-        of_head = () if acceptance is None else (TOKEN_SHARE, TOKEN_SHARE**2)
-        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, *of_head))
+        of_own = () if acceptance is None else (TOKEN_SHARE, TOKEN_SHARE**2)
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, *of_own))
         self.wire = MeanSeconds()
         self.step = MeanSeconds(initial_step_seconds)
         self.kv_share = 0.0

@@ -43,7 +43,7 @@ class Fleet:
 
     def add(self, spec: WorkerSpec) -> None:
         if spec.role is Role.TARGET:
-            acceptance = self._acceptance(spec.head_id) if spec.head_id else None
+            acceptance = self._acceptance(spec.own_draft_id) if spec.own_draft_id else None
             self.targets[spec.worker_id] = TargetWorker(spec, self._config, acceptance)
         else:
             acceptance = self._acceptance(spec.model_id or spec.worker_id)

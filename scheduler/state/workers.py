@@ -201,19 +201,19 @@ class KvEntry:
 @dataclass(slots=True)
 class Work:
     """What a step does: its passes, the tokens that it verifies or proposes, the other tokens that it feeds (prefill,
-    or to catch up), and the tokens of KV that its passes read; of a target's head, passes and tokens proposed."""
+    or to catch up), and the tokens of KV that its passes read; of a target's own draft, passes and tokens proposed."""
 
     passes: int = 1
     decoded: int = 0
     fed: int = 0
     kv: int = 0
-    head_passes: int = 0
+    own_passes: int = 0
     proposed: int = 0
 
     def propose(self, tokens: int) -> None:
-        """A target's head proposes so many more."""
+        """A target's own draft proposes so many more."""
         self.proposed += tokens
-        self.head_passes = max(self.head_passes, tokens)
+        self.own_passes = max(self.own_passes, tokens)
 
     def leave_out(self, tokens: int) -> None:
         """So many tokens to feed needed no work."""
@@ -431,10 +431,10 @@ class TargetWorker(WorkerState):
     """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
 
     def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance | None = None) -> None:
-        """`acceptance`: of the target's head, if it has one."""
+        """`acceptance`: of the target's own draft, if it has one."""
         super().__init__(spec, config)
         self.figures = TargetFigures(config.initial_step_seconds, acceptance)
-        self.has_head = acceptance is not None
+        self.drafts_itself = acceptance is not None
         """Whether the target proposes itself: its sequences need no draft worker."""
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
@@ -497,12 +497,12 @@ class TargetWorker(WorkerState):
 
     def can_follow(self) -> list[Sequence]:
         """The sequences with a row in the step that was sent last, after which the worker knows what to feed next: the
-        row feeds all committed tokens, and samples one or has the target's head propose the others."""
+        row feeds all committed tokens, and samples one or has the target's own draft propose the others."""
         last = next(reversed(self.outstanding.values()), None)
         return [
             sequence
             for row in (last.rows if last is not None else ())
-            if row.sample and not row.abandoned and (self.has_head or not row.draft_tokens)
+            if row.sample and not row.abandoned and (self.drafts_itself or not row.draft_tokens)
             for sequence in (self.sequences[row.sequence_id],)
             if row.end == sequence.length and not sequence.suspected
         ]
@@ -524,7 +524,7 @@ class TargetWorker(WorkerState):
 
 Worker: TypeAlias = DraftWorker | TargetWorker
 Drafter: TypeAlias = DraftWorker | TargetWorker
-"""Who proposes for a sequence: a draft worker, or a target with a head."""
+"""Who proposes for a sequence: a draft worker, or a target that drafts itself."""
 
 
 def change_state(sequence: Sequence, state: SequenceState) -> None:

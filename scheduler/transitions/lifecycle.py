@@ -64,7 +64,7 @@ class Lifecycle:
 
     def begin_round(self, sequence: Sequence, now: float, prepared: Outcome | None = None) -> None:
         """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
-        wanted, or the draft or the target's head has `prepared` one.
+        wanted, or the draft or the target's own draft has `prepared` one.
 
         A sequence whose target drains moves to another target first, if one has room.
         """
@@ -74,7 +74,7 @@ class Lifecycle:
         if sequence.request.expected_output:
             self._propose_expected(sequence, now)
             return
-        if target is not None and target.has_head:
+        if target is not None and target.drafts_itself:
             self._take_own_proposal(sequence, now, prepared)
             return
         if draft is not None and sequence.length >= draft.spec.max_sequence_length:
@@ -120,7 +120,7 @@ class Lifecycle:
         self.become_drafted(sequence, rest[: self.longest_draft(sequence)], 0, now)
 
     def _take_own_proposal(self, sequence: Sequence, now: float, prepared: Outcome | None) -> None:
-        """Of a target with a head, which came with the answer; None where there is none, as after a move."""
+        """Of a target that drafts itself, which came with the answer; None where there is none, as after a move."""
         self.leave_draft(sequence)
         sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
         proposal = () if prepared is None else prepared.draft_tokens
@@ -128,7 +128,7 @@ class Lifecycle:
         self.become_drafted(sequence, tokens, len(tokens), now)
 
     def to_propose(self, sequence: Sequence) -> int:
-        """Tokens that the head of its target is to propose with the sequence's next row, for the round after it."""
+        """Tokens that its target is to propose itself with the sequence's next row, for the round after it."""
         if sequence.request.expected_output:
             return 0
         length = min(self.longest_draft(sequence), sequence.end - sequence.length - 2)
@@ -137,8 +137,8 @@ class Lifecycle:
         return max(0, length)
 
     def go_on(self, sequence: Sequence, row: Row, prepared: Outcome | None) -> None:
-        """The row of the next round is with the target already, and follows: it verifies what the target's head has
-        `prepared`, if anything."""
+        """The row of the next round is with the target already, and follows: it verifies what the target's own draft
+        has `prepared`, if anything."""
         sequence.draft_tokens = () if prepared is None else prepared.draft_tokens
         row.kv_len, row.end, row.draft_tokens = sequence.length - 1, sequence.length, sequence.draft_tokens
         row.prefix_digest = sequence.tokens.digests[row.kv_len]
@@ -152,7 +152,7 @@ class Lifecycle:
     def can_follow(self, target: TargetWorker, sequences: Iterable[Sequence]) -> bool:
         """Whether the target knows at the end of the round under way what each of them feeds in the next: no draft
         worker proposes, as far as that is known, and no policy has a say in who is verified together."""
-        if target.has_head:
+        if target.drafts_itself:
             free = self.config.policy in (Policy.AUTO, Policy.RAGGED)
             return free and not any(one.request.expected_output for one in sequences)
         return all(self.controller.stays_plain(one) or not self.longest_draft(one) for one in sequences)
@@ -223,7 +223,7 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            proposed = target.has_head or bool(sequence.request.expected_output)
+            proposed = target.drafts_itself or bool(sequence.request.expected_output)
             drafts = self.longest_draft(sequence) > 0 and not proposed
             sequence.wants_draft_kv = drafts and (requested or self.controller.newcomer_drafts(target, sequence))
             if sequence.wants_draft_kv:

@@ -53,7 +53,7 @@ class Rounds:
                 # Nor did a chunk that was sent before an answer told that the worker has KV of its tokens.
                 if not row.abandoned and (known := worker.kv[row.sequence_id].valid - row.kv_len) > 0:
                     step.work.leave_out(min(known, len(row.tokens)))
-            if worker.has_head:
+            if worker.drafts_itself:
                 step.work.decoded += sum(len(row.draft_tokens) for row in step.rows if row.follows)
             if self._controller.target_step(worker, step.work, event.seconds, elapsed):
                 self._lifecycle.drafting_changed(worker)

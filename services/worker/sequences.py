@@ -53,7 +53,7 @@ class WorkerSequence:
     sampled: int | None = None
     """What the last row has sampled, behind all of `tokens`; None where it has sampled nothing."""
     proposed: Sequence[int] = ()
-    """What the target's head has proposed after `sampled`."""
+    """What the target's own draft has proposed after `sampled`."""
     fed: int = 0
     """Where the last row's own tokens ended, which it has sampled after, and verified."""
     untouched: bool = False
@@ -195,7 +195,7 @@ class WorkerSequences:
         self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None, proposed: Sequence[int] = ()
     ) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
-        `sampled` the one behind them, and its head has `proposed` more.
+        `sampled` the one behind them, and its own draft has `proposed` more.
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
@@ -417,9 +417,9 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
     else:
         if row.outcomes:
             raise ValueError(f"outcomes is {row.outcomes}, must be 0 on a target worker")
-        if draft_length and not (engine.head_id and row.sample):
+        if draft_length and not (engine.own_draft_id and row.sample):
             raise ValueError(
-                f"draft_length is {draft_length}, must be 0 on a target worker without a head, and without sample"
+                f"draft_length is {draft_length}, must be 0 on a target worker without a draft, and without sample"
             )
         if draft_tokens and not row.sample:
             raise ValueError("draft_tokens came without sample, nothing would verify them")

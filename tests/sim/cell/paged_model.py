@@ -195,7 +195,7 @@ class PagedModel:
         acceptance: float,
         computed: Callable[[Sequence[AnyRow]], None],
         windows: Windows = (None,),
-        head_id: str = "",
+        own_draft_id: str = "",
     ) -> None:
         self._groups, lanes = page_groups(windows), lanes_of(page_groups(windows), len(windows))
         self._spans = [group.slices * page_size for group in self._groups]
@@ -211,7 +211,7 @@ class PagedModel:
             total_pages=pages,
             max_sequence_length=max_sequence_length,
             max_num_batched_tokens=max_num_batched_tokens,
-            head_id=head_id,
+            own_draft_id=own_draft_id,
             page_spans=tuple(self._spans),
             page_windows=tuple(group.window or 0 for group in self._groups),
         )

@@ -75,7 +75,7 @@ class Driver:
         guess: float = 1.0,
         head: str = "",
     ) -> list[Command]:
-        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, head_id=head)
+        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, own_draft_id=head)
         self.workers[worker_id] = ModelWorker(spec, guess)
         self.steps[worker_id] = []
         return self.handle(WorkerJoined(spec))

@@ -85,7 +85,7 @@ class ModelWorker:
                 tokens = [*drafted[:accepted], target_token(held.digest(len(held)))]
                 self.next[row.sequence_id] = (tokens[-1],)
                 if row.draft_length:
-                    assert self.spec.head_id, "asks a target without a head for a proposal"
+                    assert self.spec.own_draft_id, "asks a target without a head for a proposal"
                     known = DigestedTokens([*held.tokens, tokens[-1]])
                     for _ in range(row.draft_length):
                         known.extend((draft_token(known.digest(len(known)), self.guess),))
