@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HEADS = ((32, 8), (16, 8), (8, 8))
 _HEAD_DIMS = (64, 128)
 # Start and rows of the sequences of one pass.
-_SPANS = ((0, 1), (250, 12), (0, 70), (511, 1), (1500, 5))
+_SPANS = ((0, 1), (250, 12), (200, 70), (511, 1), (1500, 5))
 _TIMED_CONTEXTS = (128, 2048, 8192)
 _TIMED_BATCHES = (1, 8, 32)
 _CALLS = 12
@@ -29,9 +29,11 @@ _CALLS = 12
 def check_attention(device: torch.device, findings: Findings) -> None:
     """Largest difference from float32 attention on the same values, and whether rows have the bits that they have
     alone."""
-    for dtype, heads, head_dim in itertools.product(_DTYPES, _HEADS, _HEAD_DIMS):
+    for dtype, quantized, heads, head_dim in itertools.product(_DTYPES, (False, True), _HEADS, _HEAD_DIMS):
+        if quantized and dtype == torch.float32:
+            continue
         query_heads, kv_heads = heads
-        spans, rows, kv = _pass(_SPANS, kv_heads, head_dim, dtype, device)
+        spans, rows, kv = _pass(_SPANS, kv_heads, head_dim, dtype, device, quantized)
         generator = torch.Generator(device).manual_seed(5)
         query = torch.empty(rows, query_heads, head_dim, dtype=dtype, device=device).normal_(generator=generator)
         backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
@@ -47,6 +49,7 @@ def check_attention(device: torch.device, findings: Findings) -> None:
         findings.add(
             "attention against float32",
             dtype=str(dtype),
+            quantized_kv=quantized,
             query_heads=query_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -64,7 +67,7 @@ def time_attention(device: torch.device, findings: Findings, bandwidth: float) -
         spans, rows, kv = _pass([(context - 1, 1)] * batch, kv_heads, head_dim, torch.bfloat16, device)
         query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
         plan = backend.plan(spans, rows)
-        calls = [partial(plan.attend, kv.layers[0], query, head_dim**-0.5)] * _CALLS
+        calls = [partial(plan.attend, kv.layers[0], query, AttentionRule(head_dim**-0.5))] * _CALLS
         findings.add(
             "attention of one layer",
             context=context,
@@ -80,6 +83,7 @@ def _pass(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    quantized: bool = False,
 ) -> tuple[list[Span], int, PagedKv]:
     """Spans of sequences on pages in random order, their rows, and one layer of random KV."""
     counts = [-(-(start + rows) // _PAGE_SIZE) for start, rows in lengths]
@@ -89,8 +93,9 @@ def _pass(
     for (start, rows), pages in zip(lengths, counts, strict=True):
         spans.append(Span(first, rows, start, [next(order) for _ in range(pages)]))
         first += rows
-    kv = PagedKv(1, sum(counts), _PAGE_SIZE, kv_heads, head_dim, dtype, device)
-    kv.layers[0].pool.normal_(generator=torch.Generator(device).manual_seed(6))
+    kv = PagedKv(1, sum(counts), _PAGE_SIZE, kv_heads, head_dim, dtype, device, quantized)
+    shape = (2, kv.pages, kv_heads, _PAGE_SIZE, head_dim)
+    kv.layers[0].fill(torch.randn(shape, generator=torch.Generator(device).manual_seed(6), device=device))
     return spans, first, kv
 
 
@@ -100,7 +105,7 @@ def _expected(kv: PagedKv, query: torch.Tensor, spans: list[Span], scaling: floa
     for span in spans:
         pages = torch.tensor(span.pages, device=query.device)
         # [2, kv heads, positions, head_dim]
-        keys, values = kv.layers[0].pool[:, pages].float().permute(0, 2, 1, 3, 4).flatten(2, 3)
+        keys, values = kv.layers[0].content()[:, pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
         rows = query[span.first_row : span.first_row + span.rows].float()
         group = rows.shape[1] // keys.shape[0]
         keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
