@@ -102,7 +102,7 @@ class TargetPlanner:
         if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        return followers if followers and self._lifecycle.can_follow(target, followers) else []
+        return followers if followers and self._lifecycle.knows_next(target, followers) else []
 
     @staticmethod
     def _fitting(sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:

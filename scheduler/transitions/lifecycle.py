@@ -149,7 +149,7 @@ class Lifecycle:
         if sequence.state is not VERIFYING:
             change_state(sequence, VERIFYING)
 
-    def can_follow(self, target: TargetWorker, sequences: Iterable[Sequence]) -> bool:
+    def knows_next(self, target: TargetWorker, sequences: Iterable[Sequence]) -> bool:
         """Whether the target knows at the end of the round under way what each of them feeds in the next: no draft
         worker proposes, as far as that is known, and no policy has a say in who is verified together."""
         if target.drafts_itself:
