@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -27,8 +27,6 @@ from spool_client.v1.generation_pb2 import (
     TokenizeResponse,
 )
 from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
-
-Answer = TypeVar("Answer")
 
 
 class AsyncClient:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 from scheduler.sampling import SamplingParameters
 
 
@@ -21,7 +19,7 @@ class GenerationRequest:
     the same `cache_scope`, empty or 32 bytes, take over each other's KV. `logits_digests` asks for a digest of the
     logits that each token is sampled from. `expected_output` is proposed in place of what a draft model proposes.
 
-    Raises `ValueError` naming field, value and limit. Limits that depend on the model are the scheduler's to check.
+    The scheduler refuses what is out of range.
     """
 
     prompt: tuple[int, ...]
@@ -39,21 +37,6 @@ class GenerationRequest:
     cache_scope: bytes = b""
     logits_digests: bool = False
     expected_output: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError("prompt is empty, must have at least 1 token")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}, must be at least 1")
-        if not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise ValueError(f"priority is {self.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}")
-        for name in ("draft_length", "top_logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}, must be None or at least 0")
-        seconds = self.deadline_seconds
-        if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"deadline_seconds is {seconds}, must be None or above 0")
 
 
 class BackendUnavailableError(RuntimeError):

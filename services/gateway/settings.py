@@ -169,10 +169,6 @@ class GatewaySettings(RequestSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not all(self.model_names):
-            raise ValueError("model_names holds an empty name")
-        if not all(key.get_secret_value() for key in self.api_keys):
-            raise ValueError("api_keys holds an empty key")
         if not all(0x21 <= ord(letter) <= 0x7E for key in self.api_keys for letter in key.get_secret_value()):
             raise ValueError("api_keys holds a key with other characters than printable ASCII without spaces")
         return self

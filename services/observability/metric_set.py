@@ -101,10 +101,6 @@ class MetricSet(Generic[R]):
                 family.samples = [sample for sample in family.samples if not sample.name.endswith(_BEGINNING)]
                 yield family
 
-    def exposition(self, reading: R) -> bytes:
-        """As the function `exposition`."""
-        return exposition(self.families(reading))
-
     def _define(self, name: str, kind: Kind, meaning: str, *labels: str) -> Metric:
         return Metric(f"{PREFIX}{name}", kind, meaning, labels)
 

@@ -13,7 +13,7 @@ from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import BackendUnavailableError
 from services.backend.session_codec import read_end, read_output
 from services.receipts.fingerprint import fingerprint_name
-from services.rpc.backoff import Backoff, require_positive
+from services.rpc.backoff import Backoff
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.conversion import from_wire
 from services.rpc.supervision import SupervisedTask
@@ -49,20 +49,6 @@ class ClientOptions:
     model_age: float = 5.0
     first_model_timeout: float = 10.0
     max_fruitless_submissions: int = 8
-
-    def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "give_up",
-            "connect_timeout",
-            "first_backoff",
-            "longest_backoff",
-            "watch_interval",
-            "model_age",
-            "first_model_timeout",
-        )
-        if self.max_fruitless_submissions < 1:
-            raise ValueError(f"max_fruitless_submissions is {self.max_fruitless_submissions}, must be at least 1")
 
 
 Resolve = Callable[[], Awaitable[str]]
@@ -134,11 +120,6 @@ class CellLink:
     @property
     def connected(self) -> bool:
         return self._session is not None
-
-    @property
-    def scheduler_epoch(self) -> int:
-        """The epoch of the session's scheduler; 0 without a session."""
-        return self._session.scheduler_epoch if self._session is not None else 0
 
     @property
     def state(self) -> CellState:

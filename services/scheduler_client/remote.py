@@ -114,11 +114,6 @@ class SchedulerClient:
         return any(link.connected for link in self._links)
 
     @property
-    def scheduler_epochs(self) -> list[int]:
-        """Of each cell's scheduler; 0 without a session."""
-        return [link.scheduler_epoch for link in self._links]
-
-    @property
     def streams(self) -> list[RemoteStream]:
         """The unfinished ones."""
         return [*self._unplaced, *(stream for link in self._links for stream in link.streams.values())]

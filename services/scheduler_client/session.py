@@ -56,7 +56,6 @@ class ClientSession:
         self._submissions: dict[int, scheduler_pb2.SequenceSubmission] = {}
         self._cancellations: set[int] = set()
         self._more = asyncio.Event()
-        self.scheduler_epoch = 0
 
     def submit(self, submission: scheduler_pb2.SequenceSubmission) -> None:
         self._submissions[submission.request_id] = submission
@@ -118,9 +117,8 @@ class ClientSession:
         try:
             async with asyncio.timeout(silence) as deadline:
                 async for reply in call:
-                    self.scheduler_epoch = readable(reply).scheduler_epoch
                     # Before the load: a cell without targets has first to say whom it suspects.
-                    for event in reply.events:
+                    for event in readable(reply).events:
                         on_event(event)
                     if reply.HasField("load"):
                         on_load(reply.load)

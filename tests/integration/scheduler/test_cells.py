@@ -26,8 +26,9 @@ STEP = 0.005
 @asynccontextmanager
 async def gateway(cells: Sequence[Cell], listener: Heard | None = None) -> AsyncIterator[SchedulerClient]:
     """Once it has a session with each cell, and knows of its targets."""
-    async with client(*(cell.resolve for cell in cells), listener=listener) as backend:
-        await until(lambda: all(backend.scheduler_epochs))
+    heard = listener or Heard()
+    async with client(*(cell.resolve for cell in cells), listener=heard) as backend:
+        await until(lambda: heard.opened == len(cells))
         yield backend
 
 

@@ -11,21 +11,21 @@ import httpx
 from scheduler.messages import Role
 from services.gateway.metrics import GatewayMetrics
 from services.scheduler_client.cell_link import ClientOptions
-from tests.support.cells import Whereabouts, all_in_use, client, running_worker, scheduler_process
+from tests.support.cells import Heard, Whereabouts, all_in_use, client, running_worker, scheduler_process
 from tests.support.gateway import listening, save_tokenizer
 from tests.support.waiting import until
 
 
 async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
     """A cell that answers is enough; 503 within two seconds where none does."""
-    resolve = [Whereabouts(), Whereabouts()]
+    resolve, heard = [Whereabouts(), Whereabouts()], Heard()
     async with AsyncExitStack() as stack:
         schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
         for place, scheduler in zip(resolve, schedulers, strict=True):
             place.address = scheduler.address
             await all_in_use([await stack.enter_async_context(running_worker("target-0", Role.TARGET, place))])
-        backend = await stack.enter_async_context(client(*resolve, options=ClientOptions()))
-        await until(lambda: all(backend.scheduler_epochs))
+        backend = await stack.enter_async_context(client(*resolve, options=ClientOptions(), listener=heard))
+        await until(lambda: heard.opened == 2)
         gateway = listening(backend, save_tokenizer(tmp_path), None, GatewayMetrics())
         served = await stack.enter_async_context(gateway)
         async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
