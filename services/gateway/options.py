@@ -110,6 +110,15 @@ class GenerationOptions:
         return self.seed % (MAX_SEED + 1)
 
 
+def options_given(values: Mapping[str, Any], **more: Any) -> GenerationOptions:
+    """From the fields of a request, of which others than options and SAMPLING_FIELDS are left out; `more` goes over
+    them."""
+    given = {one.name: values[one.name] for one in fields(GenerationOptions) if one.name in values}
+    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids", "bad_words") if name in given}
+    sampling = {name: values[name] for name in SAMPLING_FIELDS & values.keys()}
+    return GenerationOptions(**given | {"sampling": sampling} | more)
+
+
 def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: int) -> None:
     """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values."""
     for name, value, minimum, maximum in (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import grpc
 import grpc.aio
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
+from services.gateway.grpc.errors import abort
 from services.gateway.metrics import GatewayMetrics
 from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in, note_key
 from services.rpc.call_guards import CallerGuard, Refusal
@@ -40,10 +40,6 @@ class KeyGuard(CallerGuard):
 def _refusal(error: RequestError) -> Refusal:
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await begin_call(context)
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, _metadata(error))
+        await abort(context, error)
 
     return refuse
-
-
-def _metadata(error: RequestError) -> tuple[tuple[str, str], ...]:
-    return (("spool-error-code", error.code),) if error.code else ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 
-from services.gateway.errors import UNEXPECTED, ErrorKind, request_error
+from services.gateway.errors import UNEXPECTED, ErrorKind, RequestError, request_error
 from services.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,17 @@ async def answer(
             logger.exception("a call failed")
             known = UNEXPECTED
         metrics.failed(known.kind)
-        trailing = [("spool-error-code", known.code), ("spool-error-param", known.param)]
-        seconds = known.retry_after(retry_after_seconds)
-        if seconds is not None:
-            trailing.append(("retry-after", str(seconds)))
-        metadata = tuple((name, _header(value)) for name, value in trailing if value)
-        await context.abort(_CODES.get(known.kind, grpc.StatusCode.INTERNAL), known.message, metadata)
+        await abort(context, known, retry_after_seconds)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: RequestError, retry_after_seconds: int = 1) -> NoReturn:
+    """Ends the call."""
+    trailing = [("spool-error-code", error.code), ("spool-error-param", error.param)]
+    seconds = error.retry_after(retry_after_seconds)
+    if seconds is not None:
+        trailing.append(("retry-after", str(seconds)))
+    metadata = tuple((name, _header(value)) for name, value in trailing if value)
+    await context.abort(_CODES.get(error.kind, grpc.StatusCode.INTERNAL), error.message, metadata)
 
 
 def _header(text: str) -> str:

@@ -11,23 +11,18 @@ from services.gateway.choice import EndReason, Piece
 from services.gateway.completion import Completion, Usage
 from services.gateway.errors import invalid
 from services.gateway.options import (
-    SAMPLING_FIELDS,
     ChatPrompt,
     GenerationOptions,
     Prompt,
     TextPrompt,
     TokenPrompt,
     chat_message,
+    options_given,
 )
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 
-_OPTIONS = {
-    *("max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "echo"),
-    *("ignore_eos", "skip_special_tokens", "seed", "top_logprobs", "prompt_logprobs", "draft_length", "priority"),
-    *("cache_salt", "receipt"),
-}
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     "stop": pb.FINISH_REASON_STOP,
@@ -38,15 +33,10 @@ _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
 def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
     """Raises RequestError."""
     given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
-    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids", "bad_words") if name in given}
     given |= {"logit_bias": dict(request.logit_bias)}
     structured = given.get("structured_outputs")
-    return GenerationOptions(
-        sampling={name: given[name] for name in SAMPLING_FIELDS & given.keys()},
-        structure=None if structured is None else _structure(structured),
-        timeout_seconds=timeout_seconds,
-        **{name: given[name] for name in _OPTIONS & given.keys()},
-    )
+    structure = None if structured is None else _structure(structured)
+    return options_given(given, structure=structure, timeout_seconds=timeout_seconds)
 
 
 def _structure(asked: pb.StructuredOutputs) -> Structure:

@@ -29,7 +29,7 @@ from services.gateway.http.openai_fields import (
 )
 from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
 from services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
-from services.gateway.options import SAMPLING_FIELDS, ChatPrompt, GenerationOptions, TextPrompt, shown
+from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, options_given, shown
 from services.gateway.structure import Structure
 
 
@@ -218,23 +218,12 @@ class _Generation(Body):
 
     def _options(self, names: Mapping[str, str], **more: Any) -> GenerationOptions:
         values = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
-        sampling = {name: values[name] for name in SAMPLING_FIELDS & values.keys()}
-        return GenerationOptions(
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            sampling=sampling | ({"top_k": 0} if self.top_k == -1 else {}),
-            bad_words=tuple(self.bad_words),
+        values |= {"top_k": 0} if self.top_k == -1 else {}
+        return options_given(
+            values,
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
-            **{
-                name: values[name]
-                for name in ("cache_salt", "min_tokens", "n", "priority", "receipt", "seed")
-                if name in values
-            },
             **more,
         )
 
@@ -258,8 +247,6 @@ class CompletionBody(_Generation):
     def options(self, timeout_seconds: float | None) -> GenerationOptions:
         return self._options(
             {"top_logprobs": "logprobs"},
-            max_tokens=self.max_tokens,
-            echo=bool(self.echo),
             top_logprobs=self.logprobs,
             prompt_logprobs=self._prompt_logprobs(),
             timeout_seconds=timeout_seconds,
@@ -349,7 +336,6 @@ class ChatBody(_TemplateSettings, _Generation):
             {} if older else {"max_tokens": "max_completion_tokens"},
             max_tokens=self.max_tokens if older else self.max_completion_tokens,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_logprobs=self.prompt_logprobs,
             timeout_seconds=timeout_seconds,
             as_message=True,
             tools=self._tool_use(),
