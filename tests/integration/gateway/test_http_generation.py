@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,7 +31,6 @@ from tests.integration.gateway.expected import (
 )
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
-from tests.support.waiting import LONG, wait_until
 
 # --- completions ------------------------------------------------------------------------------------------------------
 
@@ -192,19 +190,6 @@ def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
 # --- many at once, and clients that go away ---------------------------------------------------------------------------
 
 
-def test_concurrent_streams_are_complete_and_right(gateways: Gateways, client: openai.OpenAI) -> None:
-    barrier = threading.Barrier(16)
-
-    def read(number: int) -> str:
-        barrier.wait(LONG)
-        stream = client.completions.create(model=MODEL, prompt=[20 + number, 21], max_tokens=50, stream=True)
-        return "".join(chunk.choices[0].text for chunk in stream)
-
-    with ThreadPoolExecutor(16) as threads:
-        texts = list(threads.map(read, range(16)))
-    assert texts == [expected_text(gateways, [20 + number, 21], 50) for number in range(16)]
-
-
 def connected(served: Served, body: dict[str, Any], cut: int | None = None) -> socket.socket:
     """A connection on which the request, or all but its end, has been sent."""
     host, port = served.url.removeprefix("http://").split(":")
@@ -215,16 +200,6 @@ def connected(served: Served, body: dict[str, Any], cut: int | None = None) -> s
     connection = socket.create_connection((host, int(port)))
     connection.sendall(f"{head}\r\n\r\n{content}".encode()[:cut])
     return connection
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_client_that_goes_away_frees_everything(slow: Gateways, slowly_served: Served, stream: bool) -> None:
-    with connected(slowly_served, {**THREE, "stream": stream}) as connection:
-        load = f"{slowly_served.url}/load"
-        wait_until(lambda: httpx.get(load, timeout=TIMEOUT).json()["server_load"] == 3, "three sequences")
-        if stream:
-            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-    slow.wait_until_idle()
 
 
 def test_many_cancelled_at_any_moment(slow: Gateways, slowly_served: Served) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from deploy.config.loading import GivenValue, load_configuration
-from deploy.config.problems import ConfigurationError
 from deploy.errors import UsageError
 from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
@@ -37,13 +36,6 @@ def job(index: int = 0, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 8
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
-
-
-def test_equal_outputs(tokenizer: ModelTokenizer) -> None:
-    outputs = [Completion([5, 6], [50, 60]), Completion([7], [70])]
-    found = compare([job(0), job(1)], outputs, outputs, tokenizer)
-    assert (found.exact_match, found.logits_bit_equal, found.first_divergence) == (1, 1, None)
-    assert (found.compared_logits, found.first_unequal_logits) == (3, None)
 
 
 def test_logits_count_up_to_the_first_different_token(tokenizer: ModelTokenizer) -> None:
@@ -93,14 +85,6 @@ def test_settings_digest_follows_what_changes_text() -> None:
 # --- settings and jobs ------------------------------------------------------------------------------------------------
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    ngram = GivenValue(("models", "draft"), "ngram", "")
-    assert configured([]).threads(Role.TARGET) == configured([ngram]).threads(Role.TARGET) == 8
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    assert configured([]).threads(Role.TARGET) == 1
-
-
 @pytest.mark.parametrize(("asked", "told"), [(5, 5), (None, 2), (0, None)])
 def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told: int | None) -> None:
     given = {"device": "cpu", "draft_lookup": asked}
@@ -108,12 +92,6 @@ def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told:
     launches = worker_launches(config, [40])
     matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
     assert matches == {Role.TARGET: None, Role.DRAFT: told}
-
-
-@pytest.mark.parametrize("model", ["draft=ngram", "draft=none", "target=some/model"])
-def test_lookup_beside_a_model_needs_a_model(model: str) -> None:
-    with pytest.raises(ConfigurationError, match="draft_lookup is 5, must be unset where draft is n"):
-        load_configuration(None, [f"models.{model}", "models.draft_lookup=5"])
 
 
 def test_seeds_count_up() -> None:
@@ -126,8 +104,6 @@ def test_answers_get_shorter_where_the_model_ends(tokenizer: ModelTokenizer, tmp
     jobs = make_jobs(load_prompts(path, None), tokenizer, SamplingSettings(max_tokens=20), 100)
     assert [(len(job.tokens), job.max_tokens) for job in jobs] == [(10, 20), (95, 5)]
     assert longest_lengths(jobs, SchedulerConfig(max_running=1, draft_length=3)) == [103]
-    with pytest.raises(UsageError, match=r"prompts.jsonl:2: the prompt has 95 tokens, the model takes 95"):
-        make_jobs(load_prompts(path, None), tokenizer, SamplingSettings(), 95)
 
 
 def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokenizer, tmp_path: Path) -> None:

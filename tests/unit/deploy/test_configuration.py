@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ByteSize
 
 from deploy.assembly.gateway import gateway_settings
 from deploy.cli import main as cli
@@ -151,12 +150,6 @@ def test_gpus_are_neither_shared_nor_reserved_by_accident(file: Path, content: s
     assert any(message in found for found in problems(file, content))
 
 
-def test_gpus_are_shared_when_asked() -> None:
-    share = "{draft: {num_gpus: 0.3, kv_memory: 2GiB}, target: {num_gpus: 0.7, kv_pages: 9}}"
-    config = load_configuration(None, [f"groups={share}"])
-    assert config.groups.draft.kv_memory == ByteSize(2 << 30)
-
-
 def test_a_target_over_several_ranks(file: Path) -> None:
     four = "engine: {tensor_parallel_size: 4}\n"
     assert problems(file, f"{four}groups: {{target: {{num_gpus: 2}}}}")[0].endswith(
@@ -274,14 +267,6 @@ def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
     assert configuration_from(config.plain()) == config
 
 
-def test_what_templates_see_goes_to_the_gateway(file: Path) -> None:
-    file.write_text("gateway:\n  template_time: 2024-02-29T23:59:00\n  control_tokens_in_messages: true")
-    config = configuration_from(load_configuration(file).plain())
-    settings = gateway_settings(config, SamplingDefaults())
-    assert settings.strftime_now("%d.%m.%y %H:%M") == "29.02.24 23:59"
-    assert settings.control_tokens_in_messages
-
-
 def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*words: str) -> str:
         assert cli.run(["config", *words]) == 0
@@ -309,3 +294,20 @@ def test_a_draft_and_a_target_alone_on_a_machine_each_compute_on_all_its_cores(m
     assert [three.threads(role) for role in three.roles] == [1, 1]
     given = load_configuration(None, ["groups.target.threads=1"]).on_one_machine()
     assert given.threads(Role.TARGET) == 1
+
+
+def test_options_override_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("models: {target: a, draft: b}\ngateway: {port: 81, grpc_port: 82}\n")
+    monkeypatch.chdir(file.parent)
+    served: list[SpoolConfig] = []
+    monkeypatch.setattr("deploy.cli.serve.serve", lambda config, detach: served.append(config))
+    assert cli.run(["serve"]) == 0
+    words = "serve m --port 83 --api-key k1 --api-key k2 --kv-memory 2GiB --no-exact --policy ragged --threads 3"
+    assert cli.run([*words.split(), "--set", "gateway.port=84", "--host", "0.0.0.0"]) == 0
+    plain, given = served
+    assert (plain.models.target, plain.models.draft, plain.gateway.port) == ("a", "b", 81)
+    assert (given.models.target, given.models.draft) == ("m", "b")
+    assert (given.gateway.host, given.gateway.port, given.gateway.grpc_port) == ("0.0.0.0", 83, 82)
+    assert [key.get_secret_value() for key in given.auth.api_keys] == ["k1", "k2"]
+    assert (given.engine.kv_memory, given.models.exact, given.scheduling.policy) == (2 << 30, False, Policy.RAGGED)
+    assert (given.groups.target.threads, given.groups.draft.threads) == (3, 3)

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from deploy.config.loading import load_configuration
-from deploy.processes.task import FileEpochs
 from deploy.workers import cell_workers
 from scheduler.messages import Role
-from services.scheduler.epochs import EpochAuthority, SupersededError
-
-
-async def test_schedulers_of_one_folder_are_numbered(tmp_path: Path) -> None:
-    first, second = (EpochAuthority(FileEpochs(tmp_path / "epochs")) for _ in range(2))
-    epochs = [await first.claim(), await second.claim(), await first.claim()]
-    assert epochs == sorted(set(epochs))
-    with pytest.raises(SupersededError, match="a scheduler with number 3 has taken over, this one's is 1"):
-        await first.renew(epochs[0], above=epochs[1])
-    register = FileEpochs(tmp_path / "epochs")
-    assert (await register.take(4), await register.take(4)) == (True, False)
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict[str, str]:

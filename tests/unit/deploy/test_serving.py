@@ -137,13 +137,6 @@ def test_state_is_read_back_and_forgotten(state: StateFolder) -> None:
     state.forget("spool")
 
 
-def test_a_is_alive_while_it_holds_its_lock(state: StateFolder) -> None:
-    assert not state.is_alive("spool")
-    with state.lock("spool"):
-        assert state.is_alive("spool")
-    assert not state.is_alive("spool")
-
-
 def test_the_token_of_ray_is_made_once_and_private(state: StateFolder) -> None:
     file = state.ray_token_file()
     assert len(file.read_text()) == 64

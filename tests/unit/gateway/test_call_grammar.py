@@ -100,16 +100,6 @@ def test_every_allowed_text_is_calls(family: ToolFormat, model: tokenizers.Token
     assert min(counts) == 1 < max(counts)
 
 
-@pytest.mark.parametrize("use", [ToolUse(TOOLS, name="weather"), ToolUse(TOOLS, required=True, parallel=False)])
-def test_one_call(use: ToolUse) -> None:
-    form = AnswerForm(HERMES, TOOLS)
-    lark = calls_grammar(use, HERMES, Reasoning.NONE, MARKED.token_to_id)
-    for seed in range(4):
-        others, [(name, _)] = read(form, walk(MARKED, lark, seed))
-        assert not others
-        assert use.name in (None, name)
-
-
 def test_arguments_are_an_object_whatever_the_schema_leaves_open() -> None:
     for parameters in ({}, {"$ref": "#/$defs/day", "$defs": {"day": {"required": ["a"]}}}):
         use = ToolUse((Tool("f", None, parameters),), name="f")
