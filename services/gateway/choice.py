@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,21 @@ class Piece:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one choice as one."""
+    last = pieces[-1]
+    return Piece(
+        last.index,
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.tokens),
+        tuple(offset for piece in pieces for offset in piece.offsets),
+        tuple(entry for piece in pieces for entry in piece.logprobs),
+        tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
+        last.finish_reason,
+        last.stop_reason,
+    )
 
 
 class Choice:

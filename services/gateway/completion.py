@@ -21,7 +21,7 @@ from services.backend.interface import BackendUnavailableError, DeadlineExceeded
 from services.gateway.answers.planning import answer_form, answer_structure
 from services.gateway.answers.reader import AnswerForm
 from services.gateway.api_keys import cache_scope
-from services.gateway.choice import Choice, Piece
+from services.gateway.choice import Choice, Piece, joined
 from services.gateway.errors import ErrorKind, RequestError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import (
@@ -167,6 +167,13 @@ class Completion:
             raise
         finally:
             self.cancel()
+
+    async def whole(self) -> list[Piece]:
+        """Each choice as one piece, once all have ended."""
+        pieces: list[list[Piece]] = [[] for _ in self.choices]
+        async for piece in self.pieces():
+            pieces[piece.index].append(piece)
+        return [joined(each) for each in pieces]
 
     def __enter__(self) -> Self:
         return self

@@ -76,27 +76,8 @@ class ChatBuilder:
         self._readers = [_ChoiceReader(completion.form, include_reasoning) for _ in completion.choices]
 
     async def whole(self) -> ChatCompletion:
-        deltas: list[list[AnswerDelta]] = [[] for _ in self._readers]
-        last: dict[int, Piece] = {}
-        scores: list[TokenLogprobs] = []
-        async for piece in self._completion.pieces():
-            scores += piece.prompt_logprobs if piece.index == 0 else ()
-            deltas[piece.index] += self._readers[piece.index].read(piece)
-            self._unshown[piece.index] += piece.tokens
-            last[piece.index] = piece
-        choices = [
-            ChatChoice(
-                index=index,
-                message=self._message(index, deltas[index]),
-                logprobs=self._logprobs_of(index, self._readers[index].take_logprobs()),
-                finish_reason=self._readers[index].finish_reason(piece),
-                stop_reason=piece.stop_reason,
-            )
-            for index, piece in sorted(last.items())
-        ]
-        for choice in choices:
-            if (receipt := self._completion.receipt(choice.index)) is not None:
-                choice.receipt = receipt
+        pieces = await self._completion.whole()
+        choices = [self._choice(piece) for piece in pieces]
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -108,12 +89,28 @@ class ChatBuilder:
         )
         if self._prompt_logprobs is not None:
             tokens = self._completion.prompts[0].tokens
-            completion.prompt_logprobs = prompt_shape(tokens, scores, self._prompt_logprobs, self._strings)
+            completion.prompt_logprobs = prompt_shape(
+                tokens, pieces[0].prompt_logprobs, self._prompt_logprobs, self._strings
+            )
         if self._token_ids:
             completion.prompt_token_ids = list(self._completion.prompts[0].tokens)
-            for choice in choices:
-                choice.token_ids = self._unshown[choice.index]
         return completion
+
+    def _choice(self, piece: Piece) -> ChatChoice:
+        """All of it."""
+        reader = self._readers[piece.index]
+        choice = ChatChoice(
+            index=piece.index,
+            message=self._message(piece.index, reader.read(piece)),
+            logprobs=self._logprobs_of(piece.index, piece.logprobs),
+            finish_reason=reader.finish_reason(piece),
+            stop_reason=piece.stop_reason,
+        )
+        if (receipt := self._completion.receipt(piece.index)) is not None:
+            choice.receipt = receipt
+        if self._token_ids:
+            choice.token_ids = list(piece.tokens)
+        return choice
 
     def first_chunks(self) -> list[ChatChunk]:
         """The role of the speaker, once for each choice."""

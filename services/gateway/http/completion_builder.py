@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from scheduler.messages import TokenLogprobs
 from services.gateway.choice import Piece
@@ -39,26 +38,6 @@ def usage_shape(usage: Usage) -> UsageShape:
     )
 
 
-@dataclass(slots=True)
-class _Whole:
-    """The pieces of one choice joined together."""
-
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    last: Piece | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.text.append(piece.text)
-        self.tokens.extend(piece.tokens)
-        self.logprobs.extend(piece.logprobs)
-        self.prompt_logprobs.extend(piece.prompt_logprobs)
-        self.offsets.extend(piece.offsets)
-        self.last = piece
-
-
 def prompt_shape(
     tokens: Sequence[int], entries: Sequence[TokenLogprobs], count: int, strings: TokenStrings
 ) -> PromptLogprobs:
@@ -73,13 +52,6 @@ def prompt_shape(
         top = {token: shape(token, logprob, place) for place, (token, logprob) in enumerate(entry.top[:count], 1)}
         found.append({entry.token_id: shape(entry.token_id, entry.logprob, None), **top})
     return found
-
-
-async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
-    wholes = [_Whole() for _ in completion.choices]
-    async for piece in completion.pieces():
-        wholes[piece.index].add(piece)
-    return [(whole, whole.last) for whole in wholes if whole.last is not None]
 
 
 class CompletionBuilder:
@@ -108,29 +80,25 @@ class CompletionBuilder:
         self._id = f"cmpl-{completion.request_id}"
 
     async def whole(self) -> CompletionShape:
-        shape = self._chunk(*[self._choice(whole, last) for whole, last in await _wholes(self._completion)])
+        shape = self._chunk(*[self._choice(piece) for piece in await self._completion.whole()])
         shape.usage = usage_shape(self._completion.usage())
         return shape
 
-    def _choice(self, whole: _Whole, last: Piece) -> CompletionChoice:
-        choice = CompletionChoice(
-            index=last.index,
-            text="".join(whole.text),
-            logprobs=self._logprobs_of(last.index, whole.prompt_logprobs, whole.logprobs, whole.offsets),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-        )
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        """Of a part of it, or of all."""
+        index, logprobs = piece.index, None
+        if piece.logprobs or index in self._echoes:
+            logprobs = self._logprobs_of(index, piece.prompt_logprobs, piece.logprobs, piece.offsets)
+        choice = CompletionChoice(index=index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason)
+        if piece.finish_reason is not None:
+            choice.stop_reason = piece.stop_reason
+            if (receipt := self._completion.receipt(index)) is not None:
+                choice.receipt = receipt
         if self._prompt_logprobs is not None:
-            tokens = self._completion.prompt_of(last.index).tokens
-            choice.prompt_logprobs = prompt_shape(tokens, whole.prompt_logprobs, self._prompt_logprobs, self._strings)
-        self._add_ids(choice, last.index, whole.tokens)
-        self._add_receipt(choice, last.index)
+            tokens = self._completion.prompt_of(index).tokens
+            choice.prompt_logprobs = prompt_shape(tokens, piece.prompt_logprobs, self._prompt_logprobs, self._strings)
+        self._add_ids(choice, index, piece.tokens)
         return choice
-
-    def _add_receipt(self, choice: CompletionChoice, index: int) -> None:
-        """To a choice that has ended."""
-        if (receipt := self._completion.receipt(index)) is not None:
-            choice.receipt = receipt
 
     def _add_ids(self, choice: CompletionChoice, index: int, tokens: Sequence[int]) -> None:
         if not self._token_ids:
@@ -144,17 +112,7 @@ class CompletionBuilder:
         return []
 
     def chunks(self, piece: Piece) -> list[CompletionShape]:
-        logprobs = None
-        if piece.logprobs or piece.index in self._echoes:
-            logprobs = self._logprobs_of(piece.index, piece.prompt_logprobs, piece.logprobs, piece.offsets)
-        choice = CompletionChoice(
-            index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
-        )
-        if piece.finish_reason is not None:
-            choice.stop_reason = piece.stop_reason
-            self._add_receipt(choice, piece.index)
-        self._add_ids(choice, piece.index, piece.tokens)
-        return [self._chunk(choice)]
+        return [self._chunk(self._choice(piece))]
 
     def usage_chunk(self) -> CompletionShape:
         shape = self._chunk()
