@@ -47,11 +47,12 @@ class RequestError(Exception):
         self.code = code
         self._retry_after_seconds = retry_after_seconds
 
-    def retry_after(self, default_seconds: int) -> int | None:
+    @property
+    def retry_after(self) -> int | None:
         """Whole seconds after which to try again; None if trying again does not help."""
         if self.kind not in (ErrorKind.QUEUE_FULL, ErrorKind.KEY_LIMIT, ErrorKind.UNAVAILABLE):
             return None
-        return default_seconds if self._retry_after_seconds is None else max(1, math.ceil(self._retry_after_seconds))
+        return max(1, math.ceil(self._retry_after_seconds or 0))
 
 
 UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")

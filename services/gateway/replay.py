@@ -64,7 +64,7 @@ async def _submitted(receipt: Receipt, engine: CompletionEngine) -> RemoteStream
         except AdmissionRefusedError as error:
             if error.cause not in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT):
                 raise
-            await asyncio.sleep(error.retry_after_seconds or engine.settings.retry_after_seconds)
+            await asyncio.sleep(error.retry_after_seconds or 1.0)
 
 
 async def _compared(receipt: Receipt, stream: RemoteStream) -> str | None:

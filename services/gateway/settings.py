@@ -119,8 +119,6 @@ class RequestSettings(_Frozen):
 
     default_timeout_seconds: Annotated[float, Field(gt=0)] | None = 600.0
     """Timeout of requests; null: limits.timeout_seconds."""
-    retry_after_seconds: Annotated[int, Field(ge=1, le=86400)] = 1
-    """When clients may retry if the queue is full, in seconds."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API; * for all."""
     tool_format: ToolFormat | None = None

@@ -29,9 +29,7 @@ _CODES = {
 }
 
 
-async def answer(
-    work: Awaitable[T], context: grpc.aio.ServicerContext, metrics: GatewayMetrics, retry_after_seconds: int
-) -> T:
+async def answer(work: Awaitable[T], context: grpc.aio.ServicerContext, metrics: GatewayMetrics) -> T:
     """The result of `work`; an error that `work` raises ends the call with its status."""
     try:
         return await work
@@ -43,15 +41,14 @@ async def answer(
             logger.exception("a call failed")
             known = UNEXPECTED
         metrics.failed(known.kind)
-        await abort(context, known, retry_after_seconds)
+        await abort(context, known)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: RequestError, retry_after_seconds: int = 1) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:
     """Ends the call."""
     trailing = [("spool-error-code", error.code), ("spool-error-param", error.param)]
-    seconds = error.retry_after(retry_after_seconds)
-    if seconds is not None:
-        trailing.append(("retry-after", str(seconds)))
+    if error.retry_after is not None:
+        trailing.append(("retry-after", str(error.retry_after)))
     metadata = tuple((name, _header(value)) for name, value in trailing if value)
     await context.abort(_CODES.get(error.kind, grpc.StatusCode.INTERNAL), error.message, metadata)
 

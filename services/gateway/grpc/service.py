@@ -89,7 +89,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         await begin_call(context)
         began = time.perf_counter()
         try:
-            return await answer(work(), context, self._engine.metrics, self._engine.settings.retry_after_seconds)
+            return await answer(work(), context, self._engine.metrics)
         finally:
             figures = {"code": _number(context.code()), "seconds": round(time.perf_counter() - began, 6)}
             logger.info("gRPC %s", method, extra={"figures": figures})

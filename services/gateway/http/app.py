@@ -48,12 +48,10 @@ def create_app(
     app.include_router(service_router(engine, strings), dependencies=keys)
     app.include_router(open_router(engine))
     app.include_router(dashboard_router(backend))
-    install_error_handlers(app, metrics, settings.retry_after_seconds)
+    install_error_handlers(app, metrics)
     # A request passes the middleware that was added last first.
-    app.add_middleware(BodyReader, settings=settings, metrics=metrics)
-    app.add_middleware(
-        KeyGate, keys=ApiKeys(settings.api_keys, settings.named_keys), settings=settings, metrics=metrics
-    )
+    app.add_middleware(BodyReader, limits=settings.limits, metrics=metrics)
+    app.add_middleware(KeyGate, keys=ApiKeys(settings.api_keys, settings.named_keys), metrics=metrics)
     # The framework answers unexpected errors outside the middleware that it adds.
     outer: ASGIApp = app
     if settings.allowed_origins:

@@ -15,7 +15,7 @@ from services.gateway.dashboard.routes import DASHBOARD_PATH
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.openai_errors import error_response
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings, Limits
+from services.gateway.settings import Limits
 from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,9 @@ class RequestIds:
 class KeyGate:
     """Requires an API key, except on /health and /ping, and notes the key's name for the request."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics) -> None:
         self._app = app
         self._keys = keys
-        self._settings = settings
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +89,7 @@ class KeyGate:
             note_key(*self._keys.check(bearer_of_basic(shown) if browsed else shown))
         except RequestError as error:
             self._metrics.failed(error.kind)
-            response = error_response(error, self._settings.retry_after_seconds)
+            response = error_response(error)
             if browsed:
                 response.headers.append("www-authenticate", _ASK_PERSON)
             await response(scope, receive, send)
@@ -115,9 +114,9 @@ class BodyReader:
     Cancels the application when the client goes away, whether a response has begun or not.
     """
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, metrics: GatewayMetrics) -> None:
         self._app = app
-        self._settings = settings
+        self._limits = limits
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,10 +124,10 @@ class BodyReader:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read(Headers(scope=scope), receive, self._settings.limits)
+            body = await _read(Headers(scope=scope), receive, self._limits)
         except RequestError as error:
             self._metrics.failed(error.kind)
-            await error_response(error, self._settings.retry_after_seconds)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         except _ClientGoneError:
             return

@@ -66,12 +66,11 @@ def error_body(error: RequestError) -> str:
     return ErrorResponse(error=detail).model_dump_json()
 
 
-def error_response(error: RequestError, retry_after_seconds: int) -> Response:
+def error_response(error: RequestError) -> Response:
     status, _ = _KINDS[error.kind]
     headers = {}
-    seconds = error.retry_after(retry_after_seconds)
-    if seconds is not None:
-        headers["retry-after"] = str(seconds)
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
     if error.kind is ErrorKind.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(error), status, headers, media_type="application/json")
@@ -116,12 +115,12 @@ def _printable(text: str) -> str:
     return text[:200].encode("utf-8", "backslashreplace").decode()
 
 
-def install_error_handlers(app: FastAPI, metrics: GatewayMetrics, retry_after_seconds: int) -> None:
+def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     """Makes every error of a route a response of OpenAI's error shape."""
 
     def answer(error: RequestError, headers: dict[str, str] | None = None) -> Response:
         metrics.failed(error.kind)
-        response = error_response(error, retry_after_seconds)
+        response = error_response(error)
         response.headers.update(headers or {})
         return response
 

@@ -17,7 +17,6 @@ from services.gateway.http.openai_errors import error_body, error_response
 from services.gateway.settings import ListenSettings
 
 _STOPPING = RequestError(ErrorKind.UNAVAILABLE, "the server stops, before the answer is complete", code="unavailable")
-_RETRY_SECONDS = 1
 
 
 class HttpServer:
@@ -91,7 +90,7 @@ class HttpServer:
             if not self._server.should_exit:
                 raise
             if not began:
-                await error_response(_STOPPING, _RETRY_SECONDS)(scope, receive, send)
+                await error_response(_STOPPING)(scope, receive, send)
             elif scope["path"].startswith("/v1/"):
                 events = f"data: {error_body(_STOPPING)}\n\ndata: [DONE]\n\n"
                 await send({"type": "http.response.body", "body": events.encode()})

@@ -15,7 +15,6 @@ import pytest
 
 from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
-from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import (
@@ -318,10 +317,9 @@ def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
 
 def test_full_queue(tmp_path: Path) -> None:
     config = SchedulerConfig(max_running=1, max_queued_sequences=1)
-    settings = GatewaySettings(retry_after_seconds=3)
     with (
         stand_in_gateways(tmp_path, config, step_seconds=0.01) as gateways,
-        gateways.serve(settings) as served,
+        gateways.serve() as served,
         httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
     ):
         response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
