@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from deploy.config.spool_config import SpoolConfig
 from engine.models.fetching import fetch_tokenizer
 from engine.models.source import SourceKind, demo_chat_template, resolve_model
 from scheduler.messages import Role
+from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app
 from services.gateway.metrics import GatewayMetrics
@@ -40,16 +40,6 @@ logger = logging.getLogger(__name__)
 _DEMO_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 
-@dataclass(frozen=True, slots=True)
-class RunningGateway:
-    """A gateway that serves gRPC; `app` is for whoever serves HTTP."""
-
-    app: ASGIApp
-    settings: GatewaySettings
-    backend: SchedulerClient
-    metrics: GatewayMetrics
-
-
 async def start_gateway(
     config: SpoolConfig,
     cells: Sequence[Resolve],
@@ -59,8 +49,9 @@ async def start_gateway(
     drain_seconds: float,
     share_port: bool,
     running: AsyncExitStack,
-) -> RunningGateway:
-    """Over the schedulers that `cells` name, one each; ends when `running` closes.
+) -> tuple[CompletionEngine, ASGIApp]:
+    """Over the schedulers that `cells` name, one each; ends when `running` closes. It serves gRPC; the application is
+    for whoever serves HTTP.
 
     Calls over gRPC then have `drain_seconds` to end. With `share_port` several gateways of a machine share its ports.
     Raises SecretError, and OSError for a port that cannot be listened on.
@@ -75,15 +66,11 @@ async def start_gateway(
         )
     metrics = GatewayMetrics(config.vllm_model_name)
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
-    tracing = request_tracing(config.tracing, running)
-    app = create_app(backend, tokenizer, settings, metrics, tracing)
+    engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)
     if config.gateway.grpc_port is not None:
-        grpc_server = GrpcServer(
-            backend, tokenizer, settings, metrics, drain_seconds, share_port=share_port, tracing=tracing
-        )
-        await running.enter_async_context(grpc_server)
-    return RunningGateway(app, settings, backend, metrics)
+        await running.enter_async_context(GrpcServer(engine, drain_seconds, share_port=share_port))
+    return engine, create_app(engine)
 
 
 def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:

@@ -25,7 +25,7 @@ async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> 
     from services.gateway.http.server import HttpServer
 
     shares = surroundings.config.gateway.replicas > 1
-    gateway = await start_gateway(
+    engine, app = await start_gateway(
         surroundings.config,
         [surroundings.find_scheduler],
         gateway_id=surroundings.task.name,
@@ -34,9 +34,9 @@ async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> 
         share_port=shares,
         running=running,
     )
-    http = HttpServer(gateway.app, gateway.settings.http, _GATEWAY_STOP_SECONDS, share_port=shares)
+    http = HttpServer(app, engine.settings.http, _GATEWAY_STOP_SECONDS, share_port=shares)
     await running.enter_async_context(http)
-    return Up(http.url, gateway.backend.check_health)
+    return Up(http.url, engine.backend.check_health)
 
 
 async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -> Up:

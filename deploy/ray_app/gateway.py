@@ -34,7 +34,7 @@ class Gateway:
         """`workers` are only tied to the application here."""
         install_logs(config.logging.format, config.logging.level.number)
         self._running = AsyncExitStack()
-        self._gateway = await start_gateway(
+        self._engine, self._app = await start_gateway(
             config,
             [SchedulerAddress(scheduler) for scheduler in schedulers],
             gateway_id=serve.get_replica_context().replica_id.unique_id,
@@ -43,15 +43,15 @@ class Gateway:
             share_port=True,
             running=self._running,
         )
-        await self._running.enter_async_context(RayMirror(self._gateway.metrics.families))
+        await self._running.enter_async_context(RayMirror(self._engine.metrics.families))
         keep_loaded_objects()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return _with_one_id(self._gateway.app)
+        return _with_one_id(self._app)
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises."""
-        self._gateway.backend.check_health()
+        self._engine.backend.check_health()
 
     async def __del__(self) -> None:
         await self._running.aclose()

@@ -37,6 +37,7 @@ from services.gateway.options import (
 from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_chat, prepare_prompts
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
+from services.gateway.token_strings import TokenStrings
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import begin_request_span, end_span, traceparent_of
 from services.receipts.fingerprint import differences, fingerprint_name
@@ -199,13 +200,14 @@ class CompletionEngine:
         backend: SchedulerClient,
         tokenizer: ModelTokenizer,
         settings: GatewaySettings,
-        metrics: GatewayMetrics,
+        metrics: GatewayMetrics | None = None,
         tracing: Tracer | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
+        self.strings = TokenStrings(tokenizer)
         self.settings = settings
-        self.metrics = metrics
+        self.metrics = metrics or GatewayMetrics()
         self._tracing = tracing
         self._grammars = GrammarChecks(tokenizer.folder)
         key = settings.receipt_key

@@ -18,6 +18,7 @@ from opentelemetry.trace import Tracer
 from tokenizers import decoders, models, pre_tokenizers
 
 from scheduler.config import SchedulerConfig
+from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
@@ -78,9 +79,10 @@ async def listening(
     """A gateway on free ports; `backend` is a SchedulerClient or stands before one."""
     free = ListenSettings(tls=tls)
     settings = (settings or GatewaySettings()).model_copy(update={"http": free, "grpc": free})
+    engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
     async with (
-        HttpServer(create_app(backend, tokenizer, settings, metrics, tracing), settings.http, drain_seconds=1) as http,
-        GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1, tracing=tracing) as grpc,
+        HttpServer(create_app(engine), settings.http, drain_seconds=1) as http,
+        GrpcServer(engine, drain_seconds=1) as grpc,
     ):
         yield Served(http.url, grpc.address)
 

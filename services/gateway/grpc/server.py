@@ -12,20 +12,15 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from opentelemetry.trace import Tracer
 
 from services.backend.interface import BackendUnavailableError
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.call_start import KeyGuard
 from services.gateway.grpc.service import GenerationService
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings, ListenSettings
-from services.gateway.token_strings import TokenStrings
+from services.gateway.settings import ListenSettings
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
-from services.scheduler_client.remote import SchedulerClient
-from services.text.tokenizer import ModelTokenizer
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -44,23 +39,12 @@ class GrpcServer:
     kernel spreads connections over them.
     """
 
-    def __init__(
-        self,
-        backend: SchedulerClient,
-        tokenizer: ModelTokenizer,
-        settings: GatewaySettings,
-        metrics: GatewayMetrics | None = None,
-        drain_seconds: float = 10.0,
-        *,
-        share_port: bool = False,
-        tracing: Tracer | None = None,
-    ) -> None:
-        metrics = metrics or GatewayMetrics()
-        self._engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
-        self._strings = TokenStrings(tokenizer)
+    def __init__(self, engine: CompletionEngine, drain_seconds: float = 10.0, *, share_port: bool = False) -> None:
+        self._engine = engine
         self._drain_seconds = drain_seconds
         self._share_port = share_port
-        self._guards = [KeyGuard(ApiKeys(settings.api_keys, settings.named_keys), metrics), MessageGuard()]
+        keys = ApiKeys(engine.settings.api_keys, engine.settings.named_keys)
+        self._guards = [KeyGuard(keys, engine.metrics), MessageGuard()]
         self._server: grpc.aio.Server | None = None
         self._port = 0
 
@@ -75,9 +59,7 @@ class GrpcServer:
         own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
         options = [*(dict(SERVER_OPTIONS) | _SILENCE | own).items()]
         self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(self._engine, self._strings), server
-        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
         reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)
         self._port = _bind(server, settings.grpc)

@@ -25,7 +25,6 @@ from services.gateway.grpc.messages import (
     usage_message,
 )
 from services.gateway.replay import replay
-from services.gateway.token_strings import TokenStrings
 from services.observability.request_ids import given_in
 from services.rpc.channel_options import MAX_MESSAGE_BYTES
 from spool_client.v1 import generation_pb2 as pb
@@ -51,9 +50,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Methods are coroutines that write their answers themselves: a cancelled coroutine frees its sequences at once,
     but a cancelled generator would wait for the interpreter to close it."""
 
-    def __init__(self, engine: CompletionEngine, strings: TokenStrings) -> None:
+    def __init__(self, engine: CompletionEngine) -> None:
         self._engine = engine
-        self._choices = ChoiceMessages(strings)
+        self._choices = ChoiceMessages(engine.strings)
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext

@@ -6,7 +6,6 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
-from opentelemetry.trace import Tracer
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -17,25 +16,11 @@ from services.gateway.http.generation_routes import SEED_HEADER, generation_rout
 from services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
 from services.gateway.http.openai_errors import install_error_handlers
 from services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings
-from services.gateway.token_strings import TokenStrings
 from services.observability.request_ids import REQUEST_ID
-from services.scheduler_client.remote import SchedulerClient
-from services.text.tokenizer import ModelTokenizer
 
 
-def create_app(
-    backend: SchedulerClient,
-    tokenizer: ModelTokenizer,
-    settings: GatewaySettings,
-    metrics: GatewayMetrics | None = None,
-    tracing: Tracer | None = None,
-) -> ASGIApp:
-    """`metrics` is that of the gateway's gRPC server, if the gateway has one."""
-    metrics = metrics or GatewayMetrics()
-    engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
-    strings = TokenStrings(tokenizer)
+def create_app(engine: CompletionEngine) -> ASGIApp:
+    settings, metrics = engine.settings, engine.metrics
     app = FastAPI(
         title="Spool",
         version=version(DISTRIBUTION),
@@ -44,10 +29,10 @@ def create_app(
     )
     # For the OpenAPI description only: KeyGate checks the keys, before all routes.
     keys = [Security(HTTPBearer(auto_error=False))] if settings.keys_required else []
-    app.include_router(generation_router(engine, strings), dependencies=keys)
-    app.include_router(service_router(engine, strings), dependencies=keys)
+    app.include_router(generation_router(engine), dependencies=keys)
+    app.include_router(service_router(engine), dependencies=keys)
     app.include_router(open_router(engine))
-    app.include_router(dashboard_router(backend))
+    app.include_router(dashboard_router(engine.backend))
     install_error_handlers(app, metrics)
     # A request passes the middleware that was added last first.
     app.add_middleware(BodyReader, limits=settings.limits, metrics=metrics)

@@ -20,7 +20,7 @@ from services.gateway.http.openai_errors import ErrorResponse, error_body
 from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
 from services.gateway.options import GenerationOptions, Prompt
-from services.gateway.token_strings import TokenNumbers, TokenStrings
+from services.gateway.token_strings import TokenNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ TimeLimit = Annotated[
 RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 
-def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+def generation_router(engine: CompletionEngine) -> APIRouter:
     router = APIRouter(responses=ERRORS)
     numbers = TokenNumbers(engine.tokenizer)
 
@@ -67,7 +67,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, [body.prompt()], options)
         logprobs = options.top_logprobs is not None
         ids = bool(body.return_token_ids)
-        names = numbers if body.return_tokens_as_token_ids else strings
+        names = numbers if body.return_tokens_as_token_ids else engine.strings
         builder = ChatBuilder(completion, names, logprobs, body.include_reasoning, body.prompt_logprobs, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
@@ -79,7 +79,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, body.prompt, options)
         echo = bool(body.echo)
         ids = bool(body.return_token_ids)
-        names = numbers if body.return_tokens_as_token_ids else strings
+        names = numbers if body.return_tokens_as_token_ids else engine.strings
         builder = CompletionBuilder(completion, names, body.logprobs, body.prompt_logprobs, echo, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)

@@ -23,7 +23,6 @@ from services.gateway.http.openai_responses import (
     Version,
     WorkerShape,
 )
-from services.gateway.token_strings import TokenStrings
 from services.observability.metric_set import CONTENT_TYPE
 from services.receipts.fingerprint import fingerprint_name
 from services.scheduler_client.remote import workers_in_use
@@ -31,7 +30,7 @@ from services.scheduler_client.remote import workers_in_use
 DISTRIBUTION = "spool-serve"
 
 
-def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+def service_router(engine: CompletionEngine) -> APIRouter:
     """Routes that need an API key, if keys are set."""
     router = APIRouter(responses=ERRORS)
     started = int(time.time())
@@ -63,7 +62,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
     async def tokenize(body: TokenizeBody) -> TokenizeResponse:
         _, info = await engine.model(body.model)
         tokens = await engine.tokenize(body.prompt_given(), body.add_special_tokens)
-        words = [strings.of(token).text for token in tokens] if body.return_token_strs else None
+        words = [engine.strings.of(token).text for token in tokens] if body.return_token_strs else None
         return TokenizeResponse(
             count=len(tokens), max_model_len=info.max_sequence_length, tokens=tokens, token_strs=words
         )

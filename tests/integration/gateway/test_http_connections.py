@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.completion import CompletionEngine
 from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings, ListenSettings
@@ -39,7 +40,8 @@ async def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: 
         await until(lambda: backend.connected)
         watched.watch(cell.workers[1].executor)
         watched.gate.close()
-        server = HttpServer(create_app(backend, tokenizer, GatewaySettings()), ListenSettings(), LONG)
+        engine = CompletionEngine(backend, tokenizer, GatewaySettings())
+        server = HttpServer(create_app(engine), ListenSettings(), LONG)
         await server.__aenter__()
         address = server.url.removeprefix("http://")
         idle, whole, streamed, sending = [HTTPConnection(address, timeout=LONG) for _ in range(4)]
