@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.k8s.manifests import Manifest, built, labels_of_pods, only, overlay, pod_specs, validate
-from tests.k8s.monitored import alert_expressions, names_in, panel_expressions, relabelled
+from tests.k8s.monitored import relabelled
 
 SECRET_KEYS = {"internal-token", "api-keys", "metrics-key", "hub-token"}
 
@@ -46,10 +46,3 @@ def test_of_rays_figures_the_schedulers_are_taken_under_their_own_names() -> Non
     ours = series[0] | {"__name__": "spool_workers"}
     theirs = series[4] | {"__name__": "vllm:num_requests_running"}
     assert [relabelled(one) for one in series] == [ours, None, None, None, theirs, None]
-
-
-def test_expressions_are_promql() -> None:
-    expressions = {**alert_expressions(), **panel_expressions()}
-    assert len(expressions) > 30
-    for title, expression in expressions.items():
-        assert names_in(expression), title

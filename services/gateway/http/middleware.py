@@ -147,7 +147,7 @@ class BodyReader:
             return {"type": "http.disconnect"}
 
         watcher = asyncio.create_task(wait_for_disconnect())
-        run = asyncio.create_task(self._application(scope, receive_again, send))
+        run = asyncio.ensure_future(self._app(scope, receive_again, send))
         try:
             await asyncio.wait({run, watcher}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -156,9 +156,6 @@ class BodyReader:
             await asyncio.gather(watcher, run, return_exceptions=True)
         if not run.cancelled():
             run.result()
-
-    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
 
 async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:

@@ -52,21 +52,6 @@ def encoded(gateways: Gateways, text: str = PROMPT) -> list[int]:
     return gateways.tokenizer.encode(text)
 
 
-def stop_cases(gateways: Gateways) -> list[tuple[str, str, int]]:
-    """Stop strings from anywhere in the text, each with the remaining text and the count of tokens up to its end."""
-    tokens = expected_tokens(gateways, encoded(gateways), 40)
-    text = gateways.tokenizer.decode(tokens)
-    cases = []
-    for start in range(0, len(text) - 4):
-        stop = text[start : start + 3]
-        if "\ufffd" in stop:
-            continue
-        before = text[: text.find(stop)]
-        count = next(n for n in range(1, 41) if before + stop in gateways.tokenizer.decode(tokens[:n]))
-        cases.append((stop, before, count))
-    return cases
-
-
 def completion(http: httpx.Client, **body: Any) -> dict[str, Any]:
     response = http.post("/v1/completions", json={"prompt": PROMPT, **body})
     assert response.status_code == 200, response.text

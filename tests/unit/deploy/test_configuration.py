@@ -259,9 +259,6 @@ def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
     assert settings.tool_format is ToolFormat.MISTRAL
     keys = ApiKeys(settings.api_keys, settings.named_keys)
     assert [keys.check(b"Bearer " + key)[0] for key in (b"one", b"two", b"three")] == ["a", "b", ""]
-    assert not settings.share_prefix_cache
-    sharing = configuration_from({"auth": {"keys": plain, "share_prefix_cache": True}})
-    assert gateway_settings(sharing, SamplingDefaults()).share_prefix_cache
     assert configuration_from({"auth": {"keys": plain}}).auth.required
     # Replicas make the same configuration from plain data.
     assert configuration_from(config.plain()) == config

@@ -202,8 +202,3 @@ def test_bad_input_gets_one_line(
     assert message in told
     assert len(told.splitlines()) == 1
     assert "Traceback" not in told
-
-
-def test_nothing_to_stop_is_no_error(state: StateFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["down"]) == 0
-    assert "nothing to stop" in capsys.readouterr().err

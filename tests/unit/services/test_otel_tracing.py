@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from services.observability.otel import CONSOLE, tracer_provider
+from services.observability.otel import tracer_provider
 from services.observability.tracing import begin_request_span, end_span
 from tests.support.waiting import LONG
 
@@ -49,13 +49,3 @@ def test_a_collector_gets_what_was_traced(collector: tuple[str, list[ExportTrace
     values = {one.key: one.value for one in span.attributes}
     assert values["spool.request_id"].string_value == "mine"
     assert values["spool.completion_tokens"].int_value == 5
-
-
-def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
-    provider = tracer_provider(CONSOLE, "spool", 1.0)
-    end_span(begin_request_span(provider.get_tracer("spool"), "", "mine"), {}, "it failed")
-    provider.shutdown()
-    told = capfd.readouterr()
-    assert '"name": "request"' in told.err
-    assert "it failed" in told.err
-    assert told.out == ""
