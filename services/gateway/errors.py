@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from enum import Enum
 
@@ -9,6 +10,8 @@ from scheduler.messages import RefusalCause
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.text.chat_template import ChatTemplateError
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorKind(Enum):
@@ -55,9 +58,6 @@ class RequestError(Exception):
         return max(1, math.ceil(self._retry_after_seconds or 0))
 
 
-UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")
-
-
 def invalid(message: str, param: str | None, code: str | None = None) -> RequestError:
     return RequestError(ErrorKind.INVALID, message, param=param, code=code)
 
@@ -70,8 +70,8 @@ _REFUSALS = {
 }
 
 
-def request_error(error: Exception) -> RequestError | None:
-    """The error for a client that an error of the layers below becomes; None for an internal fault."""
+def request_error(error: Exception) -> RequestError:
+    """The error for a client that an error of the layers below becomes. An internal fault is logged."""
     match error:
         case RequestError():
             return error
@@ -87,4 +87,5 @@ def request_error(error: Exception) -> RequestError | None:
             return RequestError(ErrorKind.FAILED, str(error), code="sequence_failed")
         case ChatTemplateError():
             return invalid(str(error), "messages", "invalid_messages")
-    return None
+    logger.error("the request failed", exc_info=error)
+    return RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import grpc
 import grpc.aio
 
-from services.gateway.errors import UNEXPECTED, ErrorKind, RequestError, request_error
-from services.gateway.metrics import GatewayMetrics
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from services.gateway.errors import ErrorKind, RequestError
 
 _CODES = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,21 +20,6 @@ _CODES = {
     ErrorKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
 }
-
-
-async def answer(work: Awaitable[T], context: grpc.aio.ServicerContext, metrics: GatewayMetrics) -> T:
-    """The result of `work`; an error that `work` raises ends the call with its status."""
-    try:
-        return await work
-    except (grpc.aio.AbortError, grpc.aio.UsageError):
-        raise
-    except Exception as error:
-        known = request_error(error)
-        if known is None:
-            logger.exception("a call failed")
-            known = UNEXPECTED
-        metrics.failed(known.kind)
-        await abort(context, known)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:

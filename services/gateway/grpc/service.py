@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import re
@@ -14,9 +15,9 @@ from typing import TypeVar
 import grpc.aio
 
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.errors import ErrorKind, RequestError, request_error
 from services.gateway.grpc.call_start import begin_call
-from services.gateway.grpc.errors import answer
+from services.gateway.grpc.errors import abort
 from services.gateway.grpc.messages import (
     ChoiceMessages,
     options_from_message,
@@ -43,7 +44,31 @@ _REPLAYS_AT_ONCE = 256
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+_Method = Callable[["GenerationService", Request, grpc.aio.ServicerContext], Awaitable[Reply]]
+
+
+def _answered(method: _Method[Request, Reply]) -> _Method[Request, Reply]:
+    """Makes what a method raises its call's status, and logs a line at its end."""
+
+    @functools.wraps(method)
+    async def call(service: GenerationService, request: Request, context: grpc.aio.ServicerContext) -> Reply:
+        await begin_call(context)
+        began = time.perf_counter()
+        try:
+            return await method(service, request, context)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:
+            known = request_error(error)
+            service.engine.metrics.failed(known.kind)
+            await abort(context, known)
+        finally:
+            figures = {"code": _number(context.code()), "seconds": round(time.perf_counter() - began, 6)}
+            logger.info("gRPC %s", method.__name__, extra={"figures": figures})
+
+    return call
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -51,49 +76,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     but a cancelled generator would wait for the interpreter to close it."""
 
     def __init__(self, engine: CompletionEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._choices = ChoiceMessages(engine.strings)
 
+    @_answered
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> pb.GenerateResponse:
-        return await self._answer("Generate", lambda: self._generate(request, context), context)
-
-    async def GenerateStream(  # noqa: N802
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
-        await self._answer("GenerateStream", lambda: self._generate_stream(request, context), context)
-
-    async def Tokenize(  # noqa: N802
-        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.TokenizeResponse:
-        return await self._answer("Tokenize", lambda: self._tokenize(request), context)
-
-    async def Detokenize(  # noqa: N802
-        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
-        return await self._answer("Detokenize", lambda: self._detokenize(request), context)
-
-    async def ListModels(  # noqa: N802
-        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
-        return await self._answer("ListModels", self._list_models, context)
-
-    async def Replay(  # noqa: N802
-        self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext
-    ) -> None:
-        await self._answer("Replay", lambda: self._replay(requests, context), context)
-
-    async def _answer(self, method: str, work: Callable[[], Awaitable[T]], context: grpc.aio.ServicerContext) -> T:
-        await begin_call(context)
-        began = time.perf_counter()
-        try:
-            return await answer(work(), context, self._engine.metrics)
-        finally:
-            figures = {"code": _number(context.code()), "seconds": round(time.perf_counter() - began, 6)}
-            logger.info("gRPC %s", method, extra={"figures": figures})
-
-    async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         limit = _message_limit(context)
         with await self._start(request, context) as completion:
             _check_size(_expected_bytes(request, completion), limit)
@@ -115,7 +104,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 system_fingerprint=completion.fingerprint,
             )
 
-    async def _generate_stream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    @_answered
+    async def GenerateStream(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         limit = _message_limit(context)
         with await self._start(request, context) as completion:
             id_, model = completion.request_id, completion.model
@@ -130,31 +122,43 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             message = pb.GenerateStreamResponse(id=id_, model=model, usage=usage, system_fingerprint=known)
             await context.write(message)
 
-    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        _, info = await self._engine.model(request.model)
+    @_answered
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        _, info = await self.engine.model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokens = await self._engine.tokenize(text_from_message(request), special)
+        tokens = await self.engine.tokenize(text_from_message(request), special)
         return pb.TokenizeResponse(token_ids=tokens, max_sequence_length=info.max_sequence_length)
 
-    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        _, info = await self._engine.model(request.model)
-        return pb.DetokenizeResponse(text=await self._engine.detokenize("token_ids", request.token_ids, info))
+    @_answered
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        _, info = await self.engine.model(request.model)
+        return pb.DetokenizeResponse(text=await self.engine.detokenize("token_ids", request.token_ids, info))
 
-    async def _list_models(self) -> pb.ListModelsResponse:
-        name, info = await self._engine.model(None)
+    @_answered
+    async def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        name, info = await self.engine.model(None)
         models = [
             pb.ModelDescription(
                 id=each, max_sequence_length=info.max_sequence_length, vocabulary_size=info.vocabulary_size
             )
-            for each in self._engine.settings.model_names or (name,)
+            for each in self.engine.settings.model_names or (name,)
         ]
         return pb.ListModelsResponse(models=models)
 
-    async def _replay(self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext) -> None:
+    @_answered
+    async def Replay(  # noqa: N802
+        self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext
+    ) -> None:
         room, writing = asyncio.Semaphore(_REPLAYS_AT_ONCE), asyncio.Lock()
 
         async def one(index: int, receipt: str) -> None:
-            reason = await replay(receipt, self._engine)
+            reason = await replay(receipt, self.engine)
             async with writing:
                 await context.write(pb.ReplayResponse(index=index, equal=reason is None, reason=reason or ""))
             room.release()
@@ -172,7 +176,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         left = context.time_remaining()
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
         options = options_from_message(request, timeout)
-        return await self._engine.start(request.model, [prompt_from_message(request)], options)
+        return await self.engine.start(request.model, [prompt_from_message(request)], options)
 
 
 def _message_limit(context: grpc.aio.ServicerContext) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import UNEXPECTED, request_error
+from services.gateway.errors import request_error
 from services.gateway.http.chat_builder import ChatBuilder
 from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
 from services.gateway.http.event_stream import event_stream
@@ -21,8 +20,6 @@ from services.gateway.http.openai_requests import ChatBody, CompletionBody, Usag
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
 from services.gateway.options import GenerationOptions, Prompt
 from services.gateway.token_strings import TokenNumbers
-
-logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 SEED_HEADER = "x-spool-seed"
@@ -125,9 +122,6 @@ async def _events(
             yield event(builder.usage_chunk())
     except Exception as error:
         known = request_error(error)
-        if known is None:
-            logger.exception("a stream failed")
-            known = UNEXPECTED
         engine.metrics.failed(known.kind)
         yield error_body(known)
     yield _DONE

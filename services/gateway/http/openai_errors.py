@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -15,12 +14,10 @@ from starlette.responses import Response
 
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.gateway.errors import UNEXPECTED, ErrorKind, RequestError, invalid, request_error
+from services.gateway.errors import ErrorKind, RequestError, invalid, request_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import shown
 from services.text.chat_template import ChatTemplateError
-
-logger = logging.getLogger(__name__)
 
 
 class ErrorDetail(BaseModel):
@@ -125,7 +122,7 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
         return response
 
     async def known(request: Request, error: Exception) -> Response:
-        return answer(request_error(error) or UNEXPECTED)
+        return answer(request_error(error))
 
     async def wrong_body(request: Request, error: Exception) -> Response:
         faults = error.errors() if isinstance(error, RequestValidationError) else []
@@ -142,10 +139,6 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         return answer(RequestError(kind, detail), headers)
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return answer(UNEXPECTED)
-
     for kind in (
         RequestError,
         AdmissionRefusedError,
@@ -157,4 +150,4 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, wrong_body)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(Exception, known)
