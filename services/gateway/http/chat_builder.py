@@ -10,6 +10,7 @@ from services.gateway.answers.reader import AnswerForm, AnswerReader
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion
 from services.gateway.http.completion_builder import MIN_LOGPROB, prompt_shape, usage_shape
+from services.gateway.http.openai_requests import ChatBody
 from services.gateway.http.openai_responses import (
     CalledFunction,
     ChatChoice,
@@ -53,27 +54,18 @@ class _ChoiceReader:
 
 
 class ChatBuilder:
-    """`logprobs` says whether the client asked for log probabilities, `prompt_logprobs` for how many at each place of
-    the prompt, and `token_ids` whether for the ids of tokens. Reasoning is left out unless `include_reasoning`."""
+    """For /v1/chat/completions."""
 
-    def __init__(
-        self,
-        completion: Completion,
-        strings: TokenStrings,
-        logprobs: bool,
-        include_reasoning: bool = True,
-        prompt_logprobs: int | None = None,
-        token_ids: bool = False,
-    ) -> None:
+    def __init__(self, completion: Completion, strings: TokenStrings, asked: ChatBody) -> None:
         self._completion = completion
         self._strings = strings
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
-        self._token_ids = token_ids
+        self._logprobs = bool(asked.logprobs)
+        self._prompt_logprobs = asked.prompt_logprobs
+        self._token_ids = bool(asked.return_token_ids)
         self._unshown: list[list[int]] = [[] for _ in completion.choices]
         """Of each choice, the ids of tokens that are not shown yet."""
         self._id = f"chatcmpl-{completion.request_id}"
-        self._readers = [_ChoiceReader(completion.form, include_reasoning) for _ in completion.choices]
+        self._readers = [_ChoiceReader(completion.form, asked.include_reasoning) for _ in completion.choices]
 
     async def whole(self) -> ChatCompletion:
         pieces = await self._completion.whole()

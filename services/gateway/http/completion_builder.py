@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from scheduler.messages import TokenLogprobs
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion, Usage
+from services.gateway.http.openai_requests import CompletionBody
 from services.gateway.http.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
@@ -55,26 +56,16 @@ def prompt_shape(
 
 
 class CompletionBuilder:
-    """For /v1/completions. `logprobs` and `prompt_logprobs` are what the client asked for, `echo` whether the log
-    probabilities are to begin with those of the prompt, and `token_ids` whether the ids of tokens are among what is
-    returned."""
+    """For /v1/completions."""
 
-    def __init__(
-        self,
-        completion: Completion,
-        strings: TokenStrings,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        echo: bool = False,
-        token_ids: bool = False,
-    ) -> None:
+    def __init__(self, completion: Completion, strings: TokenStrings, asked: CompletionBody) -> None:
         self._completion = completion
         self._strings = strings
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
+        self._logprobs = asked.logprobs
+        self._prompt_logprobs = asked.prompt_logprobs
         # Choices whose log probabilities are still to begin with the prompt's.
-        self._echoes = {choice.index for choice in completion.choices} if echo else set()
-        self._token_ids = token_ids
+        self._echoes = {choice.index for choice in completion.choices} if asked.echo else set()
+        self._token_ids = bool(asked.return_token_ids)
         # Choices that have not shown the ids of their prompt yet.
         self._unshown = {choice.index for choice in completion.choices}
         self._id = f"cmpl-{completion.request_id}"

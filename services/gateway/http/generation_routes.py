@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from services.gateway.completion import Completion, CompletionEngine
@@ -18,8 +17,8 @@ from services.gateway.http.event_stream import event_stream
 from services.gateway.http.openai_errors import ErrorResponse, error_body
 from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
-from services.gateway.options import GenerationOptions, Prompt
-from services.gateway.token_strings import TokenNumbers
+from services.gateway.options import Prompt
+from services.gateway.token_strings import TokenNumbers, TokenStrings
 
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 SEED_HEADER = "x-spool-seed"
@@ -47,51 +46,37 @@ def generation_router(engine: CompletionEngine) -> APIRouter:
     router = APIRouter(responses=ERRORS)
     numbers = TokenNumbers(engine.tokenizer)
 
-    async def start(
-        scope: ExitStack, model: str | None, prompts: Sequence[Prompt], options: GenerationOptions
-    ) -> Completion:
-        return scope.enter_context(await engine.start(model, prompts, options))
-
-    def stream(builder: ChatBuilder | CompletionBuilder, completion: Completion, usage: UsageEvents) -> Response:
-        events = _events(builder, completion, usage, engine)
-        return event_stream(events, engine.settings.ping_seconds, _headers(completion))
+    async def respond(
+        scope: ExitStack,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        time_limit: float | None,
+        build: Callable[[Completion, TokenStrings], ChatBuilder | CompletionBuilder],
+    ) -> Response:
+        completion = scope.enter_context(await engine.start(body.model, prompts, body.options(time_limit)))
+        builder = build(completion, numbers if body.return_tokens_as_token_ids else engine.strings)
+        headers = {SEED_HEADER: str(completion.seed)}
+        if body.stream:
+            events = _events(builder, completion, body.usage_events, engine)
+            return event_stream(events, engine.settings.ping_seconds, headers)
+        text = (await builder.whole()).model_dump_json(exclude_unset=True)
+        return Response(text, headers=headers, media_type="application/json")
 
     @router.post(
         "/v1/chat/completions", response_model=ChatCompletion, responses={200: _streamed("chat.completion.chunk")}
     )
     async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
-        options = body.options(time_limit)
-        completion = await start(scope, body.model, [body.prompt()], options)
-        logprobs = options.top_logprobs is not None
-        ids = bool(body.return_token_ids)
-        names = numbers if body.return_tokens_as_token_ids else engine.strings
-        builder = ChatBuilder(completion, names, logprobs, body.include_reasoning, body.prompt_logprobs, ids)
-        if body.stream:
-            return stream(builder, completion, body.usage_events)
-        return _json(await builder.whole(), completion)
+        return await respond(
+            scope, body, [body.prompt()], time_limit, lambda completion, names: ChatBuilder(completion, names, body)
+        )
 
     @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
     async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
-        options = body.options(time_limit)
-        completion = await start(scope, body.model, body.prompt, options)
-        echo = bool(body.echo)
-        ids = bool(body.return_token_ids)
-        names = numbers if body.return_tokens_as_token_ids else engine.strings
-        builder = CompletionBuilder(completion, names, body.logprobs, body.prompt_logprobs, echo, ids)
-        if body.stream:
-            return stream(builder, completion, body.usage_events)
-        return _json(await builder.whole(), completion)
+        return await respond(
+            scope, body, body.prompt, time_limit, lambda completion, names: CompletionBuilder(completion, names, body)
+        )
 
     return router
-
-
-def _json(shape: BaseModel, completion: Completion) -> Response:
-    text = shape.model_dump_json(exclude_unset=True)
-    return Response(text, headers=_headers(completion), media_type="application/json")
-
-
-def _headers(completion: Completion) -> dict[str, str]:
-    return {SEED_HEADER: str(completion.seed)}
 
 
 def _streamed(kind: str) -> dict[str, Any]:
