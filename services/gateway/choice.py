@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
 from services.gateway.metrics import SequenceMeter
 from services.gateway.options import GenerationOptions
@@ -63,17 +64,16 @@ class Choice:
     def __init__(
         self,
         index: int,
+        request: GenerationRequest,
         stream: SequenceStream,
         decoder: IncrementalDecoder,
         meter: SequenceMeter,
         options: GenerationOptions,
-        stop_token_ids: frozenset[int],
         echo: str = "",
-        only_prompt: bool = False,
     ) -> None:
-        """`stop_token_ids` are those of the options and the model's own; `echo` is put before the output.
-        `only_prompt`: no token is delivered."""
+        """`echo` is put before the output. With `max_tokens` 0 of the request no token is delivered."""
         self.index = index
+        self.request = request
         self.completion_tokens = 0
         self.drafted = 0
         self.accepted = 0
@@ -86,13 +86,13 @@ class Choice:
         self._meter = meter
         self._cutter = StopStringCutter(options.stop, options.include_stop_str_in_output)
         self._min_tokens = options.min_tokens
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids = request.stop_token_ids
         self._skips_special = options.skip_special_tokens
         self._asked_token_ids = frozenset(options.stop_token_ids)
         # Log probabilities of the prompt come with the first tokens, in one piece with the prompt's text.
         scored = options.prompt_logprobs is not None
         self._echo = "" if scored else echo
-        self._only_prompt = only_prompt
+        self._only_prompt = request.max_tokens == 0
         self._characters = len(echo)
         self._text: list[str] = [echo] if scored else []
         self._tokens: list[int] = []

@@ -16,7 +16,7 @@ from opentelemetry.trace import Span, Tracer
 
 from protos import worker_pb2
 from protos.scheduler_pb2 import ServedModel
-from scheduler.sampling import Grammar, SamplingParameters
+from scheduler.sampling import Grammar
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.gateway.answers.planning import answer_form, answer_structure
 from services.gateway.answers.reader import AnswerForm
@@ -66,21 +66,9 @@ class Usage:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What all choices of a request have in common. Times are of `time.perf_counter`."""
-
-    options: GenerationOptions
-    receipts: bool
-    sampling: SamplingParameters
-    stop_token_ids: frozenset[int]
-    arrived: float
-    deadline: float
-    traceparent: str
-
-
 class Completion:
-    """A request under way: `n` choices of each of `prompts`, the choices of the first prompt first.
+    """A request under way: `n` choices of each of `prompts`, the choices of the first prompt first. Receipts are signed
+    with `receipt_key`, if there is one.
 
     Leaving the `with` block, or calling `cancel`, frees all unfinished sequences.
     """
@@ -94,14 +82,13 @@ class Completion:
         seed: int,
         form: AnswerForm,
         span: Span,
+        receipt_key: ReceiptKey | None,
     ) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
         self._info = info
-        self._receipt_key: ReceiptKey | None = None
-        self._receipted: list[GenerationRequest] = []
-        """Of each choice, where receipts were asked for."""
+        self._receipt_key = receipt_key
         self.seed = seed
         self.form = form
         self.choices: list[Choice] = []
@@ -117,21 +104,17 @@ class Completion:
     def prompt_of(self, choice: int) -> PreparedPrompt:
         return self.prompts[choice // self.n]
 
-    def expect_receipt(self, request: GenerationRequest, key: ReceiptKey | None) -> None:
-        """The next choice, with this request, is to have a receipt, signed by the key."""
-        self._receipted.append(request)
-        self._receipt_key = key
-
     def receipt(self, index: int) -> dict[str, Any] | None:
         """Of a choice that has ended; None where none was asked for."""
-        if not self._receipted:
+        choice = self.choices[index]
+        if not choice.request.logits_digests:
             return None
-        request, choice = self._receipted[index], self.choices[index]
         fingerprint, *others = choice.fingerprints.values()
         if others:
             unlike = "; ".join(differences(fingerprint, others[0]))
             return {"refused": f"targets that are not alike computed the output: {unlike}"}
         output, digests = zip(*choice.digested, strict=True)
+        request = choice.request
         receipt = Receipt(self.model, fingerprint, request.prompt, output, digests, request.sampling)
         return receipt.to_json(self._receipt_key)
 
@@ -286,65 +269,59 @@ class CompletionEngine:
         if options.min_tokens:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
-        receipts = _receipts(options, self.settings.receipts, info, min(budgets))
-        asked = _Asked(
-            options,
-            receipts,
-            sampling,
-            self._stop_token_ids(options),
-            arrived,
-            arrived + self._timeout(options),
-            traceparent_of(span),
+        common = GenerationRequest(
+            prompt=(),
+            max_tokens=0,
+            stop_token_ids=self._stop_token_ids(options),
+            draft_length=options.draft_length,
+            top_logprobs=options.top_logprobs,
+            request_id=current_request_id(),
+            traceparent=traceparent_of(span),
+            key=current_key(),
+            priority=options.priority,
+            cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
+            prompt_logprobs=options.prompt_logprobs,
+            logits_digests=_receipts(options, self.settings.receipts, info, min(budgets)),
         )
-        completion = Completion(name, info, prepared, options.n, sampling.seed, form, span)
+        completion = Completion(name, info, prepared, options.n, sampling.seed, form, span, self.receipt_key)
+        deadline = arrived + self._timeout(options)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
-                await self._add_choices(completion, one, max_tokens, asked)
+                for number in range(options.n):
+                    seeded = with_seed_of(sampling, number)
+                    request = replace(common, prompt=one.tokens, max_tokens=max_tokens, sampling=seeded)
+                    await self._add_choice(completion, one, request, options, arrived, deadline)
         except BaseException:
             completion.cancel()
             raise
         return completion
 
-    async def _add_choices(
-        self, completion: Completion, prompt: PreparedPrompt, max_tokens: int, asked: _Asked
+    async def _add_choice(
+        self,
+        completion: Completion,
+        prompt: PreparedPrompt,
+        request: GenerationRequest,
+        options: GenerationOptions,
+        arrived: float,
+        deadline: float,
     ) -> None:
-        options = asked.options
-        for number in range(options.n):
-            decoder = await self._decoder(prompt, completion.form, options)
-            seconds_left = asked.deadline - time.perf_counter()
-            if seconds_left <= 0:
-                raise DeadlineExceededError("the request was not admitted before its deadline")
-            request = GenerationRequest(
-                prompt=prompt.tokens,
-                # Log probabilities of the prompt come with a token of output.
-                max_tokens=max(max_tokens, 1),
-                stop_token_ids=asked.stop_token_ids,
-                sampling=with_seed_of(asked.sampling, number),
-                draft_length=options.draft_length,
-                top_logprobs=options.top_logprobs,
-                deadline_seconds=seconds_left,
-                request_id=current_request_id(),
-                traceparent=asked.traceparent,
-                key=current_key(),
-                priority=options.priority,
-                cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
-                prompt_logprobs=options.prompt_logprobs,
-                logits_digests=asked.receipts,
-            )
-            if asked.receipts:
-                completion.expect_receipt(request, self.receipt_key)
-            meter = self.metrics.sequence(asked.arrived, len(prompt.tokens))
-            try:
-                stream = await self.backend.submit(request)
-            except asyncio.CancelledError:
-                meter.admitted()
-                meter.aborted()
-                raise
+        """Times are of `time.perf_counter`."""
+        decoder = await self._decoder(prompt, completion.form, options)
+        seconds_left = deadline - time.perf_counter()
+        if seconds_left <= 0:
+            raise DeadlineExceededError("the request was not admitted before its deadline")
+        # Log probabilities of the prompt come with a token of output.
+        submitted = replace(request, max_tokens=max(request.max_tokens, 1), deadline_seconds=seconds_left)
+        meter = self.metrics.sequence(arrived, len(prompt.tokens))
+        try:
+            stream = await self.backend.submit(submitted)
+        except asyncio.CancelledError:
             meter.admitted()
-            index, echo = len(completion.choices), prompt.text or ""
-            only_prompt = max_tokens == 0
-            choice = Choice(index, stream, decoder, meter, options, asked.stop_token_ids, echo, only_prompt)
-            completion.choices.append(choice)
+            meter.aborted()
+            raise
+        meter.admitted()
+        index, echo = len(completion.choices), prompt.text or ""
+        completion.choices.append(Choice(index, request, stream, decoder, meter, options, echo))
 
     async def _decoder(
         self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import SequenceFailedError
 from services.gateway.choice import Choice, Piece
 from services.gateway.metrics import GatewayMetrics
@@ -59,7 +60,8 @@ def read(
     stream, meter = Stream(rounds, reason), GatewayMetrics().sequence(0.0, 1)
     decoder = IncrementalDecoder(TOKENIZER)
     options = GenerationOptions(stop=tuple(stop), stop_token_ids=tuple(asked))
-    choice = Choice(0, stream, decoder, meter, options, asked | {END})
+    request = GenerationRequest((), 1, asked | {END})
+    choice = Choice(0, request, stream, decoder, meter, options)
 
     async def run() -> list[Piece]:
         return [piece async for piece in choice.pieces()]
