@@ -1,89 +1,32 @@
-"""The command `spool`."""
+"""The command `spool`, from its first import on."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from importlib import metadata
 from io import TextIOWrapper
-from typing import Annotated
+from types import FrameType
 
-import typer
-from typer.exceptions import TyperException
-
-from bench.command import bench_app
-from deploy.cli.commands import add_commands
-from deploy.config.problems import ConfigurationError
-from deploy.errors import RunError, UsageError
-from deploy.kubernetes.command import k8s_app
-from engine.models.source import is_full
-
-_USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
-
-app = typer.Typer()
-add_commands(app)
-app.add_typer(bench_app, name="bench")
-app.add_typer(k8s_app, name="k8s")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"spool {metadata.version('spool-serve')}")
-        raise typer.Exit
-
-
-@app.callback()
-def spool(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Serves large language models with batch speculative decoding, output exactly the target model's own."""
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. Each error goes to standard error as one line."""
-    command = typer.main.get_command(app)
-    try:
-        outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
-    except TyperException as error:
-        return _complain(error.format_message(), _USAGE)
-    except ConfigurationError as error:
-        return max(_complain(str(problem), _USAGE) for problem in error.problems)
-    except UsageError as error:
-        return _complain(str(error), _USAGE)
-    except RunError as error:
-        return _complain(str(error), _FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", _INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of standard output has gone; the interpreter must not try to flush it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
-    except OSError as error:
-        if not is_full(error):
-            raise
-        return _complain(
-            f"{error.filename or 'the output'} cannot be written: {error.strerror} (free some space)", _FAILED
-        )
-    # Typer returns this code for Ctrl-C and prints nothing.
-    if outcome == _INTERRUPTED:
-        return _complain("interrupted", _INTERRUPTED)
-    return outcome if isinstance(outcome, int) else 0
-
-
-def _complain(message: str, code: int) -> int:
-    # Typer puts "Value error" before the message of a failed validation.
-    print(f"spool: {' '.join(message.replace('Value error, ', '').split())}", file=sys.stderr)
-    return code
+_INTERRUPTED = 130
 
 
 def main() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    # Modules that are being imported may swallow KeyboardInterrupt, or print it; until a command runs, nothing is open.
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_at_once)
+    from deploy.cli.command_line import run
+
+    signal.signal(signal.SIGINT, handler)
     if isinstance(sys.stdout, TextIOWrapper):
         # Not every terminal can show every text.
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.main import run
+from deploy.cli.command_line import run
 from deploy.config.loading import load_configuration
 from deploy.kubernetes.pods import pods_of
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group

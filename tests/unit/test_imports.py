@@ -103,10 +103,23 @@ def test_the_auditor_of_simulations_knows_messages_only() -> None:
 
 def test_help_is_quick() -> None:
     """What takes a second to import is imported by the commands that need it."""
-    program = "import sys; from deploy.cli.main import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
+    program = "import sys; from deploy.cli.command_line import run; run(['--help']); "
+    program += "print(*sys.modules, file=sys.stderr)"
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "Usage: spool" in outcome.stdout, outcome.stderr
     assert {*HEAVY, "ray", "grpc", "fastapi", "numpy"}.isdisjoint(outcome.stderr.split())
+
+
+@pytest.mark.parametrize(("module", "said"), [("typer", ""), ("deploy.cli.chat", "spool: interrupted\n")])
+def test_ctrl_c_during_imports_ends_quietly(module: str, said: str) -> None:
+    """In the first, before any command runs, and in those of a command."""
+    program = "import os, signal, sys\nfrom importlib.abc import MetaPathFinder\n"
+    program += "class Interrupting(MetaPathFinder):\n    def find_spec(self, name, path, target=None):\n"
+    program += f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+    program += "sys.meta_path.insert(0, Interrupting())\nsys.argv = ['spool', 'chat', '--url', 'http://127.0.0.1:1']\n"
+    program += "from deploy.cli.main import main\nmain()"
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (130, "", said)
 
 
 def test_engines_need_little_but_torch_and_transformers() -> None:
@@ -121,8 +134,8 @@ def test_engines_need_little_but_torch_and_transformers() -> None:
 
 
 def test_all_but_workers_start_without_torch() -> None:
-    modules = "services.scheduler.service, services.gateway.http.app, services.gateway.grpc.server, deploy.cli.main, "
-    modules += "engine.models.source, engine.quantization.gguf_folder, spool_client"
+    modules = "services.scheduler.service, services.gateway.http.app, services.gateway.grpc.server, "
+    modules += "deploy.cli.command_line, engine.models.source, engine.quantization.gguf_folder, spool_client"
     program = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deploy.assembly.gateway import gateway_settings
-from deploy.cli import main as cli
+from deploy.cli import command_line as cli
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.problems import ConfigurationError
 from deploy.config.spool_config import SpoolConfig

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from deploy.assembly.plain_message import plain_message
 from deploy.assembly.secrets import SecretError, channel_security
-from deploy.cli import main as cli
+from deploy.cli import command_line as cli
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
 from deploy.cluster.client import reason_of_failure
 from deploy.cluster.served_state import Served, StateFolder

@@ -1,0 +1,78 @@
+"""The command line `spool`, with all its commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from bench.command import bench_app
+from deploy.cli.commands import add_commands
+from deploy.config.problems import ConfigurationError
+from deploy.errors import RunError, UsageError
+from deploy.kubernetes.command import k8s_app
+from engine.models.source import is_full
+
+_USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
+
+app = typer.Typer()
+add_commands(app)
+app.add_typer(bench_app, name="bench")
+app.add_typer(k8s_app, name="k8s")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"spool {metadata.version('spool-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def spool(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serves large language models with batch speculative decoding, output exactly the target model's own."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. Each error goes to standard error as one line."""
+    command = typer.main.get_command(app)
+    try:
+        outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
+    except TyperException as error:
+        return _complain(error.format_message(), _USAGE)
+    except ConfigurationError as error:
+        return max(_complain(str(problem), _USAGE) for problem in error.problems)
+    except UsageError as error:
+        return _complain(str(error), _USAGE)
+    except RunError as error:
+        return _complain(str(error), _FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", _INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of standard output has gone; the interpreter must not try to flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return _complain(
+            f"{error.filename or 'the output'} cannot be written: {error.strerror} (free some space)", _FAILED
+        )
+    # Typer returns this code for Ctrl-C and prints nothing.
+    if outcome == _INTERRUPTED:
+        return _complain("interrupted", _INTERRUPTED)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    # Typer puts "Value error" before the message of a failed validation.
+    print(f"spool: {' '.join(message.replace('Value error, ', '').split())}", file=sys.stderr)
+    return code
