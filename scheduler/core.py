@@ -36,7 +36,8 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from scheduler.state.invariants import check_integrity
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Work, Worker, already_ended
+from scheduler.state.worker_records import Work
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Worker, already_ended
 from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import AdmissionLimits
 from scheduler.transitions.blame import blame, blame_on_draft, in_flight

@@ -5,17 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from scheduler.messages import Row, SendStep
-from scheduler.state.workers import (
-    DRAFTING,
-    READY,
-    STEADY_KV_LAG,
-    VERIFYING,
-    DraftWorker,
-    KvEntry,
-    Sequence,
-    TargetWorker,
-    Work,
-)
+from scheduler.state.worker_records import KvEntry, Work
+from scheduler.state.workers import DRAFTING, READY, STEADY_KV_LAG, VERIFYING, DraftWorker, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
 

@@ -7,7 +7,8 @@ from itertools import islice
 
 from scheduler.batching.verify_grouping import GroupingView, pick
 from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
-from scheduler.state.workers import DRAFTED, PREFILLING, VERIFYING, KvEntry, Sequence, TargetWorker, Work
+from scheduler.state.worker_records import KvEntry, Work
+from scheduler.state.workers import DRAFTED, PREFILLING, VERIFYING, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
 

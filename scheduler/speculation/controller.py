@@ -14,7 +14,8 @@ from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
 from scheduler.speculation.goodput import Cycle, Preparation, TargetFigures, choose
 from scheduler.state.fleet import Fleet
-from scheduler.state.workers import Drafter, DraftWorker, Sequence, TargetWorker, Work, Worker
+from scheduler.state.worker_records import Work
+from scheduler.state.workers import Drafter, DraftWorker, Sequence, TargetWorker, Worker
 from scheduler.statistics import Counters
 
 _PROBE_EVERY = 100

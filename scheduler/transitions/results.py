@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from scheduler.messages import EmitTokens, Row, RowResult, RowStatus, StepCompleted
+from scheduler.state.worker_records import KvEntry, Work
 from scheduler.state.workers import (
     DRAFTING,
     READY,
     STEADY_KV_LAG,
     VERIFYING,
     DraftWorker,
-    KvEntry,
     Sequence,
     TargetWorker,
-    Work,
     Worker,
 )
 from scheduler.transitions.blame import clear, suspect

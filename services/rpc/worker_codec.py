@@ -18,6 +18,7 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from services.rpc.conversion import WireEnum, from_wire, to_wire
+from services.rpc.followed_rows import followed_from_wire
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
 ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")
@@ -75,7 +76,7 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
     first = next((place for place, row in enumerate(step.rows) if row.follows), len(step.rows))
     results = [result_from_wire(answer) for answer in reply.rows[:first]]
     replies = iter(reply.rows[first:])
-    for result in _followed_from_wire(step.rows[first:], reply.followed):
+    for result in followed_from_wire(step.rows[first:], reply.followed):
         if result is not None:
             results.append(result)
         elif (answer := next(replies, None)) is not None:
@@ -85,42 +86,6 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
     if sent != answered or left:
         raise ValueError(f"rows are of sequences {answered + left}, must be of {sent}")
     return tuple(results)
-
-
-def _followed_from_wire(rows: Sequence[Row], followed: worker_pb2.FollowedRows) -> list[RowResult | None]:
-    """None for a row that has a reply of its own."""
-    counts, tokens, kv_lens = list(followed.counts), tuple(followed.tokens), list(followed.kv_lens)
-    told = sum(map(bool, counts))
-    digests = tuple(followed.logits_digests) or (0,) * len(tokens)
-    proposed, proposals = list(followed.proposed) or [0] * told, tuple(followed.proposed_tokens)
-    columns = {
-        "counts": (counts, len(rows)),
-        "tokens": (tokens, sum(counts)),
-        "kv_lens": (kv_lens, told),
-        "logits_digests": (digests, len(tokens)),
-        "proposed": (proposed, told),
-        "proposed_tokens": (proposals, sum(proposed)),
-    }
-    for name, (column, size) in columns.items():
-        if len(column) != size:
-            raise ValueError(f"followed.{name} holds {len(column)} entries, must hold {size}")
-    results = list[RowResult | None]()
-    of_told = zip(kv_lens, proposed, strict=True)
-    begin = first = 0
-    for row, count in zip(rows, counts, strict=True):
-        if not count:
-            results.append(None)
-            continue
-        kv_len, length = next(of_told)
-        end, last = begin + count, first + length
-        result = RowResult(row.sequence_id, RowStatus.OK, kv_len, 0, tokens[begin:end], count - 1)
-        if digests[begin]:
-            result.logits_digests = digests[begin:end]
-        if length:
-            result.outcomes = (Outcome(count - 1, tokens[end - 1], proposals[first:last]),)
-        results.append(result)
-        begin, first = end, last
-    return results
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:

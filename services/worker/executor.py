@@ -35,11 +35,8 @@ from protos import worker_pb2
 from scheduler.messages import PromptScoring, Role, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
 from services.rpc.conversion import from_wire, to_wire
-from services.rpc.worker_codec import (
-    ROLES,
-    ROW_STATUSES,
-    logprobs_to_wire,
-)
+from services.rpc.followed_rows import Followed, followed_to_wire
+from services.rpc.worker_codec import ROLES, ROW_STATUSES, logprobs_to_wire
 from services.worker.kv_pages import KvTransfer, WrongEpochError
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
 
@@ -202,7 +199,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         self._sequences.release(request.released_sequence_ids)
         replies, running = self._prepare(request.rows)
         running += self._prepare_following(request.following, len(request.rows), replies)
-        followed: list[tuple[PreparedRow, RowOutcome] | None] = [None] * len(request.following.sequence_ids)
+        followed: list[Followed | None] = [None] * len(request.following.sequence_ids)
         checked = self._clock()
         timings = EngineTimings()
         if running:
@@ -228,14 +225,14 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                     if place < 0 or row_outcome.logprobs:
                         replies[index] = _reply(prepared, row_outcome)
                     else:
-                        followed[place] = prepared, row_outcome
+                        followed[place] = _followed(prepared, row_outcome)
         ended = self._ended = self._clock()
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
             step_id=request.step_id,
             status=worker_pb2.STEP_STATUS_OK,
             rows=[replies[index] for index in sorted(replies)],
-            followed=_followed_to_wire(followed) if followed else None,
+            followed=followed_to_wire(followed) if followed else None,
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,
@@ -416,28 +413,9 @@ def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes
     )
 
 
-def _followed_to_wire(followed: Sequence[tuple[PreparedRow, RowOutcome] | None]) -> worker_pb2.FollowedRows:
-    counts, tokens, kv_lens, digests, proposed, proposals = (list[int]() for _ in range(6))
-    for one in followed:
-        if one is None:
-            counts.append(0)
-            continue
-        prepared, outcome = one
-        counts.append(len(outcome.tokens))
-        tokens += outcome.tokens
-        kv_lens.append(prepared.sequence.table.length)
-        digests += outcome.logits_digests or [0] * len(outcome.tokens)
-        proposal = outcome.ahead[0] if outcome.ahead else None
-        proposed.append(0 if proposal is None else len(proposal.tokens))
-        if proposal is not None:
-            proposals += proposal.tokens
-    columns = worker_pb2.FollowedRows(counts=counts, tokens=tokens, kv_lens=kv_lens)
-    if any(digests):
-        columns.logits_digests.extend(digests)
-    if proposals:
-        columns.proposed.extend(proposed)
-        columns.proposed_tokens.extend(proposals)
-    return columns
+def _followed(prepared: PreparedRow, outcome: RowOutcome) -> Followed:
+    proposal = outcome.ahead[0].tokens if outcome.ahead else ()
+    return prepared.sequence.table.length, outcome.tokens, outcome.logits_digests, proposal
 
 
 def _reply(prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:

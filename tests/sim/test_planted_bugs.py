@@ -16,7 +16,8 @@ from scheduler.core import SchedulerCore
 from scheduler.messages import EmitTokens, Outcome, SequenceRequest
 from scheduler.page_counts import PageCounts
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.workers import KvEntry, Sequence, TargetWorker, WorkerState
+from scheduler.state.worker_records import KvEntry
+from scheduler.state.workers import Sequence, TargetWorker, WorkerState
 from services.scheduler import session
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
