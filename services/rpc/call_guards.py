@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -25,24 +24,24 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]]
 Refusal = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 
 
-class CallerGuard(grpc.aio.ServerInterceptor, ABC):
+class CallerGuard(grpc.aio.ServerInterceptor):
     """Decides by a call's `authorization` metadata whether the call may pass; health checks always may.
 
     A refused call ends before its message is read, and whether or not its method exists.
     """
 
-    @abstractmethod
-    def refusal(self, authorization: bytes | None) -> Refusal | None:
-        """How to refuse a call with this metadata; None where the call may pass.
+    def __init__(self, refusal: Callable[[bytes | None], Refusal | None]) -> None:
+        """`refusal` says how to refuse a call with this metadata; None where the call may pass.
 
-        `authorization` is None for a call without the metadata, or with several values for it.
+        It is given None for a call without the metadata, or with several values for it.
         """
+        self._refusal = refusal
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler:
         if not handler_call_details.method.startswith(_HEALTH_PREFIX):
-            refuse = self.refusal(_authorization(handler_call_details))
+            refuse = self._refusal(_authorization(handler_call_details))
             if refuse is not None:
                 return grpc.stream_stream_rpc_method_handler(refuse)
         return await continuation(handler_call_details)
@@ -53,17 +52,6 @@ def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:
     if len(given) != 1:
         return None
     return given[0] if isinstance(given[0], bytes) else given[0].encode()
-
-
-class TokenGuard(CallerGuard):
-    """Lets calls pass that carry the token."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    def refusal(self, authorization: bytes | None) -> Refusal | None:
-        known = authorization is not None and hmac.compare_digest(authorization, self._expected)
-        return None if known else _refuse_stranger
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
@@ -105,8 +93,14 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
 
 def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
-    """The interceptors of an internal server."""
-    return [*([TokenGuard(security.token)] if security.token else []), MessageGuard()]
+    """The interceptors of an internal server: only calls that carry its token pass."""
+    expected = f"Bearer {security.token}".encode()
+
+    def refusal(authorization: bytes | None) -> Refusal | None:
+        known = authorization is not None and hmac.compare_digest(authorization, expected)
+        return None if known else _refuse_stranger
+
+    return [*([CallerGuard(refusal)] if security.token else []), MessageGuard()]
 
 
 async def refuse_malformed(context: grpc.aio.ServicerContext, error: DecodeError) -> None:

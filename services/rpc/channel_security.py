@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
+from services.rpc.listening import bind
 
 TOKEN_METADATA_KEY = "authorization"
 
@@ -94,19 +95,13 @@ class ChannelSecurity:
         stands for every interface, and without security for any host but loopback.
         """
         self._check_host(host)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if self.tls:
-                authority, certificate, key = self._read_files()
-                credentials = grpc.ssl_server_credentials(
-                    [(key, certificate)], root_certificates=authority, require_client_auth=True
-                )
-                bound = server.add_secure_port(address, credentials)
-            else:
-                bound = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"host {host}, port {port}: cannot be bound: {error}") from error
-        return f"{address.rpartition(':')[0]}:{bound}"
+        credentials = None
+        if self.tls:
+            authority, certificate, key = self._read_files()
+            credentials = grpc.ssl_server_credentials(
+                [(key, certificate)], root_certificates=authority, require_client_auth=True
+            )
+        return bind(server, host, port, credentials)
 
     def to_json(self) -> str:
         """For handing the security to a child process. The text holds the token."""

@@ -21,20 +21,18 @@ async def begin_call(context: grpc.aio.ServicerContext) -> None:
     await context.send_initial_metadata(((REQUEST_ID, request_id),))
 
 
-class KeyGuard(CallerGuard):
+def key_guard(keys: ApiKeys, metrics: GatewayMetrics) -> CallerGuard:
     """Lets calls pass that carry a key, and notes the key's name for the call."""
 
-    def __init__(self, keys: ApiKeys, metrics: GatewayMetrics) -> None:
-        self._keys = keys
-        self._metrics = metrics
-
-    def refusal(self, authorization: bytes | None) -> Refusal | None:
+    def refusal(authorization: bytes | None) -> Refusal | None:
         try:
-            note_key(*self._keys.check(authorization))
+            note_key(*keys.check(authorization))
         except RequestError as error:
-            self._metrics.failed(error.kind)
+            metrics.failed(error.kind)
             return _refusal(error)
         return None
+
+    return CallerGuard(refusal)
 
 
 def _refusal(error: RequestError) -> Refusal:

@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha import reflection
 from services.backend.interface import BackendUnavailableError
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
-from services.gateway.grpc.call_start import KeyGuard
+from services.gateway.grpc.call_start import key_guard
 from services.gateway.grpc.service import GenerationService
-from services.gateway.settings import ListenSettings
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
+from services.rpc.listening import bind
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -44,15 +44,10 @@ class GrpcServer:
         self._drain_seconds = drain_seconds
         self._share_port = share_port
         keys = ApiKeys(engine.settings.api_keys, engine.settings.named_keys)
-        self._guards = [KeyGuard(keys, engine.metrics), MessageGuard()]
+        self._guards = [key_guard(keys, engine.metrics), MessageGuard()]
         self._server: grpc.aio.Server | None = None
-        self._port = 0
-
-    @property
-    def address(self) -> str:
+        self.address = ""
         """The address for clients; known inside the block."""
-        host = self._engine.settings.grpc.host
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
 
     async def __aenter__(self) -> Self:
         settings = self._engine.settings
@@ -62,7 +57,11 @@ class GrpcServer:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
         reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)
-        self._port = _bind(server, settings.grpc)
+        tls = settings.grpc.tls
+        credentials = None
+        if tls is not None:
+            credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+        self.address = bind(server, settings.grpc.host, settings.grpc.port, credentials)
         await server.start()
         return self
 
@@ -94,15 +93,3 @@ class _Health(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not implemented, call Check")
-
-
-def _bind(server: grpc.aio.Server, listen: ListenSettings) -> int:
-    address = f"[{listen.host}]:{listen.port}" if ":" in listen.host else f"{listen.host}:{listen.port}"
-    try:
-        if listen.tls is None:
-            return server.add_insecure_port(address)
-        tls = listen.tls
-        credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"host {listen.host}, port {listen.port}: cannot be bound: {error}") from error

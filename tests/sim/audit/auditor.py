@@ -27,7 +27,7 @@ class Party(Hashable, Protocol):
 
 
 class Auditor:
-    """Listens to all calls (tests/sim/cell/rpc/tap.py). `problem` is told of every broken rule, in words."""
+    """Listens to all calls (tests/sim/cell/rpc/network.py). `problem` is told of every broken rule, in words."""
 
     def __init__(self, clock: Callable[[], float], problem: Callable[[str], None]) -> None:
         self._clock = clock

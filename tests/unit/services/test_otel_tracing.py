@@ -1,4 +1,4 @@
-"""Where spans are sent, and which spans exist; tests/integration/served/test_traces.py tests their content."""
+"""Where spans are sent, and which spans exist; tests/integration/served/test_traces_and_logs.py tests their content."""
 
 from __future__ import annotations
 
