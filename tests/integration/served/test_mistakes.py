@@ -4,6 +4,7 @@ Ray in test_ray_own.py."""
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import threading
@@ -105,7 +106,11 @@ def test_a_full_disk(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 
     command = [str(SPOOL), *GENERATE, "--max-tokens", "20", "--output", "out.jsonl"]
-    done = subprocess.run(command, cwd=folder, preexec_fn=limit, capture_output=True, text=True, check=False)
+    # Python would write the beginnings of large modules' bytecode, and fail to load them from then on.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, preexec_fn=limit, capture_output=True, text=True, check=False
+    )
     check(
         Ended(done.returncode, done.stdout, done.stderr), 1, "out.jsonl", "free some space", "the same command goes on"
     )
