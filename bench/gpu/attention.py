@@ -1,4 +1,4 @@
-"""Paged attention against float32, and how long it takes by context."""
+"""Paged attention against float32, and how long it takes by context, and in prefill by the size of its tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
 from engine.attention.backends import AttentionRule, Span
-from engine.cuda.triton_attention import TritonBackend
+from engine.cuda.triton_attention import TritonBackend, takes_wide_tiles
 from engine.kv.paged_kv import PagedKv
 
 _PAGE_SIZE = 16
@@ -23,12 +23,15 @@ _HEAD_DIMS = (64, 128)
 _SPANS = ((0, 1), (250, 12), (200, 70), (511, 1), (1500, 5))
 _TIMED_CONTEXTS = (128, 2048, 8192)
 _TIMED_BATCHES = (1, 8, 32)
+# Positions before the rows of a long prefill.
+_TIMED_STARTS = (0, 6144)
+_PREFILL_ROWS = 2048
 _CALLS = 12
 
 
 def check_attention(device: torch.device, findings: Findings) -> None:
     """Largest difference from float32 attention on the same values, and whether rows have the bits that they have
-    alone."""
+    alone, in wide tiles where there are some."""
     for dtype, quantized, heads, head_dim in itertools.product(_DTYPES, (False, True), _HEADS, _HEAD_DIMS):
         if quantized and dtype == torch.float32:
             continue
@@ -36,7 +39,8 @@ def check_attention(device: torch.device, findings: Findings) -> None:
         spans, rows, kv = _pass(_SPANS, kv_heads, head_dim, dtype, device, quantized)
         generator = torch.Generator(device).manual_seed(5)
         query = torch.empty(rows, query_heads, head_dim, dtype=dtype, device=device).normal_(generator=generator)
-        backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
+        is_wide = takes_wide_tiles((*heads, head_dim), dtype, quantized)
+        backend = TritonBackend(*heads, _PAGE_SIZE, device, wide_from=0.0 if is_wide else math.inf)
         rule = AttentionRule(head_dim**-0.5)
         found = backend.plan(spans, rows).attend(kv.layers[0], query, rule).clone()
         unequal = 0
@@ -53,6 +57,7 @@ def check_attention(device: torch.device, findings: Findings) -> None:
             query_heads=query_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            wide_tiles=is_wide,
             max_error=float((found.float() - _expected(kv, query, spans, rule.scaling)).abs().max()),
             rows=rows,
             rows_unlike_alone=unequal,
@@ -60,20 +65,32 @@ def check_attention(device: torch.device, findings: Findings) -> None:
 
 
 def time_attention(device: torch.device, findings: Findings, bandwidth: float) -> None:
-    """Of one layer of Qwen3-8B, one row a sequence; `read_microseconds`: what reading the KV alone would take."""
+    """Of one layer of Qwen3-8B, one row a sequence, and in a long prefill; `read_microseconds`: what reading the KV
+    alone would take."""
     query_heads, kv_heads, head_dim = 32, 8, 128
-    backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
-    for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
-        spans, rows, kv = _pass([(context - 1, 1)] * batch, kv_heads, head_dim, torch.bfloat16, device)
+
+    def microseconds(lengths: list[tuple[int, int]], wide_from: float) -> float:
+        spans, rows, kv = _pass(lengths, kv_heads, head_dim, torch.bfloat16, device)
         query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
-        plan = backend.plan(spans, rows)
+        plan = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device, wide_from=wide_from).plan(spans, rows)
         calls = [partial(plan.attend, kv.layers[0], query, AttentionRule(head_dim**-0.5))] * _CALLS
+        return graphed_seconds(calls, device) * 1e6
+
+    for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
         findings.add(
             "attention of one layer",
             context=context,
             batch=batch,
-            microseconds=graphed_seconds(calls, device) * 1e6,
+            microseconds=microseconds([(context - 1, 1)] * batch, math.inf),
             read_microseconds=batch * context * kv_heads * head_dim * 4 / bandwidth * 1e6,
+        )
+    for start, wide_tiles in itertools.product(_TIMED_STARTS, (False, True)):
+        findings.add(
+            "prefill attention of one layer",
+            start=start,
+            rows=_PREFILL_ROWS,
+            wide_tiles=wide_tiles,
+            microseconds=microseconds([(start, _PREFILL_ROWS)], 0.0 if wide_tiles else math.inf),
         )
 
 

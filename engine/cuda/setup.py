@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +40,8 @@ _TRIAL_ROWS = (1, 2, 17, 40, 100, 161, 300)
 _PRODUCT_TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 # Of the trial of attention: sequences (start and rows), some longer than what a kernel takes in one piece; and pages.
-_TRIAL = ((0, 1), (70, 5), (0, 40), (330, 3), (520, 1))
-_TRIAL_PAGES = 70
+_TRIAL = ((0, 1), (70, 5), (230, 70), (330, 3), (520, 1))
+_TRIAL_PAGES = 82
 _TRIAL_WINDOW = 300
 # An output below 4 is rounded by 2^-7 in bfloat16 and by 2^-10 in float16 at most; rounded weights add less than that.
 # A position too many or too few makes a difference of 0.02 and more.
@@ -48,6 +49,7 @@ _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.0025, torch.float32: 1e-4}
 
 
 MakeLinear = Callable[[nn.Linear | QuantizedLinear], nn.Module]
+_Tried = tuple[torch.dtype, torch.device, tuple[int, int, int], bool]
 
 
 class GpuPasses:
@@ -108,16 +110,24 @@ def load_gpu_passes(
     try:
         import triton
 
-        from engine.cuda.triton_attention import TritonBackend, check_fits
+        from engine.cuda.triton_attention import WIDE_FROM, TritonBackend, check_fits, takes_wide_tiles
 
         check_fits(heads[2], dtype, quantized_kv)
 
-        def backend(page_size: int) -> NumberedBackend:
-            return TritonBackend(heads[0], heads[1], page_size, device)
+        def backend(page_size: int, wide_from: float = math.inf) -> NumberedBackend:
+            return TritonBackend(heads[0], heads[1], page_size, device, wide_from=wide_from)
 
+        wide_from = math.inf
         with current(device):
             tried = (dtype, device, heads, quantized_kv)
-            differences = [_difference(backend, *tried, by_rules) for by_rules in {False, has_rules}]
+            trials = [_attended(backend, *tried, by_rules) for by_rules in {False, has_rules}]
+            differences = [float((found.cpu().float() - expected).abs().max()) for found, expected in trials]
+            if not has_rules and takes_wide_tiles(heads, dtype, quantized_kv):
+                fault = _wide_fault(lambda page_size: backend(page_size, 0.0), trials[0][0], *tried)
+                if fault is None:
+                    wide_from = WIDE_FROM
+                else:
+                    logger.warning("attention of long prefills in narrow tiles, as wide ones %s", fault)
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("attention by matrix products, as its Triton kernel cannot be made: %s", error)
@@ -129,7 +139,8 @@ def load_gpu_passes(
     make_linear = _own_products(dtype, device)
     capture = CudaCapture(device) if graphs and device.type == "cuda" else None
     products = "torch's products" if make_linear is None else "own products"
-    return GpuPasses(f"triton {triton.__version__} {_sources()} {products}", backend, capture, make_linear)
+    identity = f"triton {triton.__version__} {_sources()} {products}"
+    return GpuPasses(identity, lambda page_size: backend(page_size, wide_from), capture, make_linear)
 
 
 def _sources() -> str:
@@ -195,16 +206,24 @@ def _product_fault(
     return None
 
 
+def _wide_fault(backend: Callable[[int], AttentionBackend], narrow: torch.Tensor, *tried: *_Tried) -> str | None:
+    """What is wrong with attention in wide tiles, where narrow ones give `narrow`."""
+    try:
+        return None if torch.equal(_attended(backend, *tried, False)[0], narrow) else "give other bits"
+    except Exception as error:
+        return f"cannot be made: {error}"
+
+
 @torch.inference_mode()
-def _difference(
+def _attended(
     backend: Callable[[int], AttentionBackend],
     dtype: torch.dtype,
     device: torch.device,
     heads: tuple[int, int, int],
     quantized_kv: bool,
     by_rules: bool,
-) -> float:
-    """The largest one between attention by the kernel and by products in float32 on the CPU, on the same random KV."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the kernel, and by products in float32 on the CPU, on the same random KV."""
     page_size = 16
     query_heads, kv_heads, head_dim = heads
     kv = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, dtype, device, quantized_kv)
@@ -227,4 +246,4 @@ def _difference(
     exact.layers[0].fill(layer.content())
     products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, cpu)
     expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), rule)
-    return float((found.to(cpu, torch.float32) - expected).abs().max())
+    return found, expected

@@ -10,14 +10,17 @@ split 0, by the same float32 operations wherever that happens. Splits and tiles 
 its bits.
 
 So a block of query rows can be one item of work, whose program computes and merges all splits, or an item for each
-split: every program then leaves its sums in memory, and the last one to be done merges them all. Which it is does not
-show in the bits. It keeps a GPU busy where few rows have long contexts.
+split: every program then leaves its sums in memory, and the last one to be done merges them all. It keeps a GPU busy
+where few rows have long contexts. Or, in long prefills, several blocks are one item, a wide tile: they take turns with
+the keys and values that its program has loaded. Which it is does not show in the bits: a block's operations are the
+same, on operands of the same shapes, and no compiler fuses them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,11 +32,13 @@ from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
 
-# Query rows of a tile, and dimensions, the fewest that matrix units take.
+# Query rows of a block, and dimensions, the fewest that matrix units take.
 _TILE_QUERIES = 16
 _MIN_DIMENSIONS = 16
 # Dimensions of heads at most: the numbers of a program fit into registers.
 _MAX_DIMENSIONS = 256
+# Blocks of a wide tile, and dimensions of its heads at most.
+_WIDE_BLOCKS, _WIDE_DIMENSIONS = 4, 128
 # Positions of a split: a multiple of the positions of any tile.
 _SPLIT = 256
 # Splits whose sums a program that merges has on their way to it, and one.
@@ -59,6 +64,9 @@ _LOWEST = tl.constexpr(-3.0e38)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
+WIDE_FROM = 1.0
+"""Wide tiles that a pass could have for each multiprocessor, over all groups of heads, from which on it has them."""
+
 KEPT_ROWS = 1 << 17
 """Rows of tiles, over all groups of heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
 
@@ -73,6 +81,15 @@ def _merged(highest, total, sums, next_highest, next_total, next_sums):  # type:
     total = tl.fma(total, kept, next_total * factor)
     sums = tl.fma(sums, kept[:, None], next_sums * factor[:, None])
     return higher, total, sums
+
+
+@triton.jit
+def _all_merged(before, after):  # type: ignore[no-untyped-def]
+    """`_merged` of each block."""
+    found = ()
+    for block in tl.static_range(len(before)):
+        found += (_merged(*before[block], *after[block]),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -109,6 +126,7 @@ def _attend(  # type: ignore[no-untyped-def]
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    blocks: tl.constexpr,
     tile_queries: tl.constexpr,
     dimensions: tl.constexpr,
     tile_positions: tl.constexpr,
@@ -118,9 +136,10 @@ def _attend(  # type: ignore[no-untyped-def]
     overlap: tl.constexpr,
 ):
     """Items of one of the `groups` of `group` query heads that share a KV head. `scale`, or `softcap` where scores are
-    `capped`, is for powers of 2; `window` 0: none; `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are
-    padded. With scales, keys and values are codes of 8 bits: these are multiplied, and scales multiply scores and
-    weights.
+    `capped`, is for powers of 2; `window` 0: none; `sinks` `[query heads]` or None; an item has up to `blocks` of
+    `tile_queries` rows, which are padded, as `dimensions` are: of several only where `group` divides `tile_queries`,
+    and such items are not split. With scales, keys and values are codes of 8 bits: these are multiplied, and scales
+    multiply scores and weights.
 
     `kept_rows` `[splits, groups, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, groups,
     tile_queries, head_dim]`; `arrived` `[splits, groups]` counts the splits of a block that are kept, 0 between
@@ -132,6 +151,11 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_row = tl.arange(0, tile_queries)
     row = tile_row // group
     dimension = tl.arange(0, dimensions)
+    block_rows: tl.constexpr = tile_queries // group
+    block_size: tl.constexpr = block_rows * groups * group * head_dim
+    # Of blocks whose rows have seen nothing: highest scores, sums of weights and weighted sums.
+    lowest, zeros = tl.full([tile_queries], _LOWEST, tl.float32), tl.zeros([tile_queries], tl.float32)
+    nothing = ((lowest, zeros, tl.zeros([tile_queries, dimensions], tl.float32)),) * blocks
     wait_for_turn(overlap)
     items = tl.load(edges).to(tl.int32)
     # Loaded before it is known whether there is one: there is room for an item of each program.
@@ -140,28 +164,25 @@ def _attend(  # type: ignore[no-untyped-def]
         # In the order [rows, query heads, dimensions], the query heads of a group side by side.
         head = ((first_row + row) * groups + this_group) * group + tile_row % group
         places = head[:, None] * head_dim + dimension[None, :]
-        is_real = (row < rows)[:, None] & (dimension < head_dim)[None, :]
-        query = tl.load(queries + places, mask=is_real, other=0.0)
-        last_seen = start + tl.minimum(row, rows - 1)
+        query = ()
+        for block in tl.static_range(blocks):
+            is_real = (row + block * block_rows < rows)[:, None] & (dimension < head_dim)[None, :]
+            query += (tl.load(queries + places + block * block_size, mask=is_real, other=0.0),)  # type: ignore[assignment]
         end = start + rows
         stop = end
         if first_kept >= 0:
             stop = tl.minimum(end, (split + 1) * split_positions)
         # Of the splits before the one at work, then of that one.
-        highest = tl.full([tile_queries], _LOWEST, tl.float32)
-        total = tl.zeros([tile_queries], tl.float32)
-        sums = tl.zeros([tile_queries, dimensions], tl.float32)
-        split_highest, split_total, split_sums = highest, total, sums
+        found = nothing
+        parts = nothing
         begin = split * split_positions
         if window > 0:
             # Tiles that no row sees would change nothing.
             begin = tl.maximum(begin, tl.maximum(start + 1 - window, 0) // tile_positions * tile_positions)
         for first in range(begin, stop, tile_positions):
             if first % split_positions == 0:
-                highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
-                split_highest = tl.full([tile_queries], _LOWEST, tl.float32)
-                split_total = tl.zeros([tile_queries], tl.float32)
-                split_sums = tl.zeros([tile_queries, dimensions], tl.float32)
+                found = _all_merged(found, parts)
+                parts = nothing
             position = first + tl.arange(0, tile_positions)
             exists = position < end
             # Unsigned, so that quotients by powers of 2 are shifts.
@@ -171,65 +192,76 @@ def _attend(  # type: ignore[no-untyped-def]
             chunk = head_of_page * (page_size * row_size)
             kv_places = (chunk + place % page_size * head_dim)[:, None] + dimension[None, :]
             is_kv = exists[:, None] & (dimension < head_dim)[None, :]
-            key = tl.load(keys + kv_places, mask=is_kv, other=0).to(query.dtype)
-            scores = tl.dot(query, tl.trans(key), input_precision=precision)
-            if key_scales is not None:
-                scale_places = head_of_page * (page_size * row_size // _SCALE_BYTES) + place % page_size
-                scores *= tl.load(key_scales + scale_places, mask=exists, other=0.0)[None, :]
-            scores *= scale
-            if capped:
-                # Of tanh(x) as 1 - 2 / (e^2x + 1).
-                scores = softcap - tl.div_rn(softcap * 2, tl.exp2(scores) + 1)
-            is_seen = position[None, :] <= last_seen[:, None]
-            if window > 0:
-                is_seen &= position[None, :] > last_seen[:, None] - window
-            scores = tl.where(is_seen, scores, float("-inf"))
-            # A tile that a row does not see changes none of its bits: the factor is 1, what is added is 0.
-            higher = tl.maximum(split_highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            kept = tl.exp2(split_highest - higher)
-            value = tl.load(values + kv_places, mask=is_kv, other=0).to(query.dtype)
-            shares = weights
-            if value_scales is not None:
-                shares = weights * tl.load(value_scales + scale_places, mask=exists, other=0.0)[None, :]
-            split_sums = tl.dot(shares.to(value.dtype), value, split_sums * kept[:, None], input_precision=precision)
-            split_total = tl.fma(split_total, kept, tl.sum(weights, 1))
-            split_highest = higher
+            key = tl.load(keys + kv_places, mask=is_kv, other=0).to(to.dtype.element_ty)
+            seen = ()
+            for block in tl.static_range(blocks):
+                scores = tl.dot(query[block], tl.trans(key), input_precision=precision)
+                if key_scales is not None:
+                    scale_places = head_of_page * (page_size * row_size // _SCALE_BYTES) + place % page_size
+                    scores *= tl.load(key_scales + scale_places, mask=exists, other=0.0)[None, :]
+                scores *= scale
+                if capped:
+                    # Of tanh(x) as 1 - 2 / (e^2x + 1).
+                    scores = softcap - tl.div_rn(softcap * 2, tl.exp2(scores) + 1)
+                last_seen = start + tl.minimum(row + block * block_rows, rows - 1)
+                is_seen = position[None, :] <= last_seen[:, None]
+                if window > 0:
+                    is_seen &= position[None, :] > last_seen[:, None] - window
+                scores = tl.where(is_seen, scores, float("-inf"))
+                # A tile that a row does not see changes none of its bits: the factor is 1, what is added is 0.
+                highest, total, sums = parts[block]
+                higher = tl.maximum(highest, tl.max(scores, 1))
+                weights = tl.exp2(scores - higher[:, None])
+                kept = tl.exp2(highest - higher)
+                if block == 0:
+                    value = tl.load(values + kv_places, mask=is_kv, other=0).to(key.dtype)
+                shares = weights
+                if value_scales is not None:
+                    shares = weights * tl.load(value_scales + scale_places, mask=exists, other=0.0)[None, :]
+                sums = tl.dot(shares.to(value.dtype), value, sums * kept[:, None], input_precision=precision)
+                seen += ((higher, tl.fma(total, kept, tl.sum(weights, 1)), sums),)  # type: ignore[assignment]
+            parts = seen
         is_done = first_kept < 0
         if is_done:
-            highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
-        else:
+            found = _all_merged(found, parts)
+        elif blocks == 1:
+            highest, total, sums = found[0]
+            split_highest, split_total, split_sums = parts[0]
             splits = (end + split_positions - 1) // split_positions
-            block = first_kept * groups + this_group
-            place = block + split * groups
+            first_place = first_kept * groups + this_group
+            place = first_place + split * groups
             tl.store(kept_rows + place * 2 * tile_queries + tile_row, split_highest)
             tl.store(kept_rows + (place * 2 + 1) * tile_queries + tile_row, split_total)
             kept_places = tile_row[:, None] * head_dim + dimension[None, :]
             tl.store(kept_sums + place * tile_queries * head_dim + kept_places, split_sums, mask=is_real)
             # What all threads stored is there before the count says so, and what all load is loaded after it.
             tl.debug_barrier()
-            is_done = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == splits - 1
+            is_done = tl.atomic_add(arrived + first_place, 1, sem="acq_rel", scope="gpu") == splits - 1
             if is_done:
                 for done in tl.range(splits, num_stages=merge_stages):
-                    place = block + done * groups
+                    place = first_place + done * groups
                     split_highest = tl.load(kept_rows + place * 2 * tile_queries + tile_row)
                     split_total = tl.load(kept_rows + (place * 2 + 1) * tile_queries + tile_row)
                     split_sums = tl.load(
                         kept_sums + place * tile_queries * head_dim + kept_places, mask=is_real, other=0.0
                     )
                     highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
-                tl.store(arrived + block, 0)
+                tl.store(arrived + first_place, 0)
+            found = ((highest, total, sums),)
         if is_done:
-            if sinks is not None:
-                sink = tl.load(sinks + this_group * group + tile_row % group) * _LOG2_E
-                highest, total, sums = _merged(highest, total, sums, sink, 1.0, tl.zeros_like(sums))
-            output = sums * tl.div_rn(1.0, total)[:, None]
-            tl.store(to + places, output.to(to.dtype.element_ty), mask=is_real)
+            for block in tl.static_range(blocks):
+                highest, total, sums = found[block]
+                if sinks is not None:
+                    sink = tl.load(sinks + this_group * group + tile_row % group) * _LOG2_E
+                    highest, total, sums = _merged(highest, total, sums, sink, 1.0, tl.zeros_like(sums))
+                output = sums * tl.div_rn(1.0, total)[:, None]
+                is_real = (row + block * block_rows < rows)[:, None] & (dimension < head_dim)[None, :]
+                tl.store(to + places + block * block_size, output.to(to.dtype.element_ty), mask=is_real)
         if index + tl.num_programs(0) < items:
             first_row, rows, start, first_page, split, first_kept = _item(numbers, index + tl.num_programs(0))
 
 
-def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str, object]:
+def _launch_values(blocks: int, query_heads: int, layer: LayerKv, overlap: bool) -> dict[str, object]:
     """The constants that the kernel is compiled with for a model's heads, and how it is compiled."""
     dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(layer.head_dim))
     element_bytes, group = layer.dtype.itemsize, _group(query_heads // layer.kv_heads)
@@ -239,6 +271,7 @@ def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str,
         "group": group,
         "head_dim": layer.head_dim,
         "page_size": layer.page_size,
+        "blocks": blocks,
         "tile_queries": _TILE_QUERIES,
         "dimensions": dimensions,
         "tile_positions": max(_MIN_POSITIONS, min(_TILE_POSITIONS, _TILE_BYTES // (dimensions * element_bytes))),
@@ -249,8 +282,10 @@ def _launch_values(query_heads: int, layer: LayerKv, overlap: bool) -> dict[str,
         "overlap": overlap,
         "num_warps": _WARPS,
         "num_stages": _STAGES,
+        # What is fused could differ from tile to tile. Products in float32 are: they have no wide tiles.
+        "enable_fp_fusion": element_bytes > 2,
     }
-    if dimensions <= _SHARING_DIMENSIONS and element_bytes == 2 and not layer.quantized:
+    if blocks == 1 and dimensions <= _SHARING_DIMENSIONS and element_bytes == 2 and not layer.quantized:
         values["maxnreg"] = _REGISTERS
     return values | launch_options(overlap)
 
@@ -269,17 +304,31 @@ def check_fits(head_dim: int, dtype: torch.dtype, quantized_kv: bool) -> None:
         raise ValueError("KV is in 8 bits and dtype float32, it takes bfloat16 or float16 then")
 
 
+def takes_wide_tiles(heads: tuple[int, int, int], dtype: torch.dtype, quantized_kv: bool) -> bool:
+    """Whether the numbers of wide tiles fit into registers, where layers have no rules: for query heads, KV heads,
+    dimensions of a head."""
+    fills_tiles = _TILE_QUERIES % _group(heads[0] // heads[1]) == 0
+    return fills_tiles and heads[2] <= _WIDE_DIMENSIONS and dtype.itemsize == 2 and not quantized_kv
+
+
+class _Launch(NamedTuple):
+    """Items of up to so many blocks. `numbers` as `TritonBackend.numbers` gives them, int64 on the device, with room
+    for at least an item of each of `programs`, which are those of one group of heads."""
+
+    blocks: int
+    numbers: torch.Tensor
+    programs: int
+
+
 class TritonPlan:
-    def __init__(self, numbers: torch.Tensor, programs: int, kept_splits: int, overlap: bool) -> None:
-        """`numbers` as `TritonBackend.numbers` gives them, int64 on the device, with room for at least an item of each
-        of `programs`, which are those of one group of heads. `kept_splits` splits of blocks can be kept."""
-        self._item_count, self._items = numbers[:1], numbers[1:]
-        self._programs = programs
+    def __init__(self, launches: Sequence[_Launch], kept_splits: int, overlap: bool) -> None:
+        """`kept_splits` splits of blocks can be kept."""
+        self._launches = launches
         self._kept_splits = kept_splits
         self._overlap = overlap
         self._output: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        self._values: dict[str, object] = {}
+        self._values: list[dict[str, object]] = []
         self._groups = 0
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -288,7 +337,7 @@ class TritonPlan:
         if self._output is None:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
-            self._values = _launch_values(heads, layer, self._overlap)
+            self._values = [_launch_values(launch.blocks, heads, layer, self._overlap) for launch in self._launches]
             self._groups = heads // _group(heads // layer.kv_heads)
             places = (self._kept_splits, self._groups)
             self._kept = (
@@ -296,21 +345,22 @@ class TritonPlan:
                 query.new_empty(*places, _TILE_QUERIES, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-        _attend[(self._programs, self._groups)](
-            self._output,
-            query.contiguous(),
-            *layer.pool,
-            *layer.scales,
-            self._item_count,
-            self._items,
-            *self._kept,
-            rule.sinks,
-            rule.scaling * _LOG2_E.value * (2 / rule.softcap if rule.softcap else 1),
-            (rule.softcap or 0.0) * _LOG2_E.value,
-            window=rule.window or 0,
-            capped=rule.softcap is not None,
-            **self._values,
-        )
+        for launch, values in zip(self._launches, self._values, strict=True):
+            _attend[(launch.programs, self._groups)](
+                self._output,
+                query.contiguous(),
+                *layer.pool,
+                *layer.scales,
+                launch.numbers[:1],
+                launch.numbers[1:],
+                *self._kept,
+                rule.sinks,
+                rule.scaling * _LOG2_E.value * (2 / rule.softcap if rule.softcap else 1),
+                (rule.softcap or 0.0) * _LOG2_E.value,
+                window=rule.window or 0,
+                capped=rule.softcap is not None,
+                **values,
+            )
         return self._output
 
 
@@ -318,34 +368,56 @@ class TritonBackend:
     """Gives a row the same bits whatever shares its pass."""
 
     def __init__(
-        self, query_heads: int, kv_heads: int, page_size: int, device: torch.device, overlap: bool | None = None
+        self,
+        query_heads: int,
+        kv_heads: int,
+        page_size: int,
+        device: torch.device,
+        overlap: bool | None = None,
+        wide_from: float = math.inf,
     ) -> None:
-        """`overlap`: whether the kernel overlaps with others, None: where the device can have it."""
+        """`overlap`: whether the kernel overlaps with others, None: where the device can have it; `wide_from` as
+        `WIDE_FROM`, infinite unless `takes_wide_tiles`."""
         group = _group(query_heads // kv_heads)
         groups = query_heads // group
         self._block_rows = _TILE_QUERIES // group
         self._kept_splits = KEPT_ROWS // (_TILE_QUERIES * groups)
-        self._programs = max(1, _multiprocessors(device) * _PROGRAMS // groups)
+        multiprocessors = _multiprocessors(device)
+        self._programs = max(1, multiprocessors * _PROGRAMS // groups)
+        self._min_wide = wide_from * multiprocessors / groups
         self._page_size = page_size
         self._device = device
         self._overlap = overlaps(device) if overlap is None else overlap
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> TritonPlan:
-        numbers = self.numbers(spans)
-        return self._plan(on_device(numbers, self._device), min(numbers[0], self._programs))
+        wide_rows = self._block_rows * _WIDE_BLOCKS
+        wide = [span for span in spans if span.rows >= wide_rows]
+        if sum(span.rows // wide_rows for span in wide) < self._min_wide:
+            wide = []
+        narrow = [span for span in spans if not wide or span.rows < wide_rows]
+        parts = [(1, self.numbers(narrow)), (_WIDE_BLOCKS, self._numbers(wide, wide_rows, 0))]
+        launches = [
+            _Launch(blocks, on_device(numbers, self._device), min(numbers[0], self._programs))
+            for blocks, numbers in parts
+            if numbers[0]
+        ]
+        return TritonPlan(launches, self._kept_splits, self._overlap)
 
     def numbers(self, spans: Sequence[Span]) -> list[int]:
-        """How many items of work there are, the items, and the pages that they read.
+        """How many items of work there are, the items, and the pages that they read: in blocks.
 
         The items that take longest come first. The longest blocks are split, as many as can be kept.
         """
-        blocks, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
+        return self._numbers(spans, self._block_rows, self._kept_splits)
+
+    def _numbers(self, spans: Sequence[Span], max_rows: int, kept_splits: int) -> list[int]:
+        blocks, pages = cut_into_blocks(spans, self._page_size, max_rows)
         whole: list[tuple[int, ...]] = []
         split: list[tuple[int, ...]] = []
         kept = 0
         for block in sorted(blocks, key=lambda block: -block[1] - block[2]):
             splits = -(-(block[1] + block[2]) // _SPLIT)
-            if splits > 1 and kept + splits <= self._kept_splits:
+            if splits > 1 and kept + splits <= kept_splits:
                 split += [(*block, index, kept) for index in range(splits)]
                 kept += splits
             else:
@@ -359,10 +431,7 @@ class TritonBackend:
         return 1 + kv_pages + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
 
     def plan_of(self, numbers: torch.Tensor) -> TritonPlan:
-        return self._plan(numbers, self._programs)
-
-    def _plan(self, numbers: torch.Tensor, programs: int) -> TritonPlan:
-        return TritonPlan(numbers, programs, self._kept_splits, self._overlap)
+        return TritonPlan([_Launch(1, numbers, self._programs)], self._kept_splits, self._overlap)
 
 
 def _multiprocessors(device: torch.device) -> int:

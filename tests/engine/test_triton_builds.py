@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -44,14 +45,16 @@ def attention(
     page_size: int,
     window: int | None = None,
     quantized: bool = False,
+    wide: bool = False,
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_attention import TritonBackend
 
     kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU, quantized)
-    query = torch.zeros(1, 2 * group, head_dim, dtype=dtype)
-    backend = TritonBackend(2 * group, 2, page_size, CPU, overlapping(architecture))
+    rows = 64 if wide else 1
+    query = torch.zeros(rows, 2 * group, head_dim, dtype=dtype)
+    backend = TritonBackend(2 * group, 2, page_size, CPU, overlapping(architecture), 0.0 if wide else math.inf)
     rule = AttentionRule(0.1) if window is None else AttentionRule(0.1, window, 50.0, torch.zeros(2 * group))
-    yield lambda: backend.plan([Span(0, 1, 0, [0])], 1).attend(kv.layers[0], query, rule)
+    yield lambda: backend.plan([Span(0, rows, 0, [0] * rows)], rows).attend(kv.layers[0], query, rule)
 
 
 def products(architecture: int, out_features: int, in_features: int, *all_rows: int) -> Iterator[Callable[[], object]]:
@@ -141,6 +144,7 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (80, FP32, 128, 4, 64)),
     ("attention", (89, FP16, 256, 7, 16)),
     ("attention", (90, BF16, 128, 4, 16)),
+    ("attention", (90, BF16, 128, 4, 16, None, False, True)),
     ("attention", (90, FP32, 256, 8, 64)),
     ("attention", (100, FP16, 96, 5, 64)),
     ("attention", (80, BF16, 256, 2, 16, 4096)),
@@ -216,6 +220,35 @@ def test_attention_keeps_its_numbers_in_registers(
         (build,) = compiler.submit(build_all, "attention", arguments).result()
         assert build.stack <= MAX_SPILLED, arguments
         assert build.shared_memory <= MEMORY[architecture], arguments
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_wide_tiles_are_blocks_of_the_same_operations(
+    architecture: int, dtype: torch.dtype, compiler: ProcessPoolExecutor
+) -> None:
+    """Products and reductions have the shapes and the threads that they have in a tile of one block, nothing is fused,
+    and the numbers are in registers."""
+    from engine.cuda.triton_attention import takes_wide_tiles
+
+    for head_dim, group in product((32, 64, 80, 128), (1, 2, 4, 8, 16)):
+        assert takes_wide_tiles((2 * group, 2, head_dim), dtype, False)
+        found, dots = [], []
+        for wide in (False, True):
+            arguments = (architecture, dtype, head_dim, group, 16, None, False, wide)
+            (build,) = compiler.submit(build_all, "attention", arguments).result()
+            assert build.stack <= MAX_SPILLED, arguments
+            assert build.shared_memory <= MEMORY[architecture], arguments
+            types = re.findall(r"(?:tt\.dot .*?|^ *\}\)) : (.*?) loc", build.ttgir, re.MULTILINE)
+            layouts = re.findall(r"^#mma\d* = .*$", build.ttgir, re.MULTILINE)
+            arithmetic = re.findall(r" (?:add|sub|mul)\S*\.f32", build.ptx)
+            found.append({*types, *layouts, *arithmetic})
+            dots.append(build.ttgir.count("tt.dot "))
+        assert any("#mma" in what for what in found[0])
+        assert all(".rn" in what for what in found[0] if what.endswith(".f32"))
+        assert found[0] == found[1], arguments
+        assert dots[1] == 4 * dots[0], arguments
 
 
 # `make test-all` compiles for an A100 and an H100.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -113,6 +114,28 @@ def test_windows_that_are_one_position_off_matter_to_models_that_have_some(
 
     monkeypatch.setattr(kernel.TritonPlan, "attend", off)
     assert (load(caplog, has_rules=has_rules) is None) == has_rules
+
+
+@pytest.mark.parametrize("error", [0.0, 0.002])
+def test_wide_tiles_of_other_bits_are_not_used(
+    kernel: ModuleType, error: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backend(kernel.TritonBackend):  # type: ignore[misc, name-defined]
+        def __init__(self, *given: object, wide_from: float) -> None:
+            super().__init__(*given, wide_from=wide_from)
+            self.wide_from = wide_from
+
+        def plan(self, *given: object) -> Any:
+            plan = super().plan(*given)
+            attend = plan.attend
+            plan.attend = lambda *given: attend(*given) + (error if self.wide_from == 0 else 0.0)
+            return plan
+
+    monkeypatch.setattr(kernel, "TritonBackend", Backend)
+    gpu = load(caplog, torch.float16)
+    assert gpu is not None
+    assert ("wide ones give other bits" in caplog.text) == bool(error)
+    assert gpu.backend(16).wide_from == (math.inf if error else kernel.WIDE_FROM)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("kernel")

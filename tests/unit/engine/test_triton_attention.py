@@ -162,3 +162,21 @@ def test_bits_of_a_row_do_not_depend_on_whether_its_block_is_split(
     split, some, whole = found
     assert torch.equal(split, some)
     assert torch.equal(split, whole)
+
+
+@pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.005), (torch.bfloat16, 0.03)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 80), (8, 2, 16), (1, 1, 32), (16, 1, 16)])
+def test_bits_of_a_row_do_not_depend_on_its_tile(
+    kernel: ModuleType, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The same pass in tiles of one block, and of several where a sequence fills them; whole numbers of them or not."""
+    kv, batch = filled(kv_heads, head_dim, dtype), spans([(230, 70), (20, 1), (0, 130), (500, 64)])
+    query = random_query(265, heads, head_dim).to(dtype)
+    narrow, wide = (
+        kernel.TritonBackend(heads, kv_heads, PAGE_SIZES[0], CPU, wide_from=wide_from)
+        for wide_from in (float("inf"), 0.0)
+    )
+    expected = narrow.plan(batch, 265).attend(kv.layers[0], query, PLAIN)
+    assert torch.equal(wide.plan(batch, 265).attend(kv.layers[0], query, PLAIN), expected)
+    assert torch.allclose(expected.double(), attended(kv.layers[0], query, PLAIN, batch), atol=tolerance)
