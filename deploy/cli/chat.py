@@ -19,6 +19,8 @@ KEY_VARIABLE = "SPOOL_API_KEY"
 FALLBACK_URL = "http://127.0.0.1:8000"
 _HELP = "/new starts over, /quit or Ctrl-D ends; Ctrl-C stops an answer."
 _PROMPT = "> "
+_TRIES = 4
+_LONGEST_WAIT_SECONDS = 10
 
 
 def chat(
@@ -34,7 +36,8 @@ def chat(
     """Until the end of input; `parameters` are those of each request. With `stats`, a line after each answer has its
     speed and what was drafted.
 
-    Raises UsageError for an address that is none, RunError when there is no server, or it refuses.
+    In a terminal, a question that fails is told why, and the conversation goes on without it. Raises UsageError for an
+    address that is none, RunError when there is no server, or it refuses.
     """
     if isinstance(source, TextIOWrapper):
         source.reconfigure(errors="replace")
@@ -53,7 +56,13 @@ def chat(
                     messages = list(opening)
                     continue
                 asked = [*messages, {"role": "user", "content": question}]
-                answer = _answer(client, {"model": model, "messages": asked, **common}, sink)
+                try:
+                    answer = _answer(client, {"model": model, "messages": asked, **common}, sink)
+                except (RunError, httpx.TransportError) as error:
+                    if not source.isatty():
+                        raise
+                    print(f"[{error or type(error).__name__}; the question can be asked again]", file=sink)
+                    continue
                 # A conversation cannot go on from an empty answer.
                 if answer:
                     messages = [*asked, {"role": "assistant", "content": answer}]
@@ -93,20 +102,16 @@ def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
     reasoning, usage = False, None
     started = time.perf_counter()
     try:
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.is_error:
-                response.read()
-                raise RunError(f"the server refuses: {_reason(response)}")
-            for name, piece in _pieces(response):
-                if name == "usage":
-                    usage = piece
-                    continue
-                if name == "content":
-                    parts.append(piece)
-                    if reasoning:
-                        print("\n", file=sink)
-                reasoning = name != "content"
-                print(piece, end="", flush=True, file=sink)
+        for name, piece in _pieces(client, body, sink):
+            if name == "usage":
+                usage = piece
+                continue
+            if name == "content":
+                parts.append(piece)
+                if reasoning:
+                    print("\n", file=sink)
+            reasoning = name != "content"
+            print(piece, end="", flush=True, file=sink)
     except KeyboardInterrupt:
         print(" ...", end="", file=sink)
     print(file=sink, flush=True)
@@ -121,8 +126,23 @@ def _speed(usage: dict[str, Any], seconds: float) -> str:
     return f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s with the prompt; {drafted}]"
 
 
-def _pieces(response: httpx.Response) -> Iterator[tuple[str, Any]]:
-    """Texts, and the usage if there is one, each with the field that has it."""
+def _pieces(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> Iterator[tuple[str, Any]]:
+    """Texts, and the usage if there is one, each with the field that has it. A server that says when to try again is
+    asked again, unless that is long."""
+    for tries_left in reversed(range(_TRIES)):
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if not response.is_error:
+                yield from _events(response)
+                return
+            response.read()
+        wait = response.headers.get("Retry-After", "")
+        if not tries_left or not wait.isdecimal() or int(wait) > _LONGEST_WAIT_SECONDS:
+            raise RunError(f"the server refuses: {_reason(response)}")
+        print(f"[{_reason(response)}; trying again in {wait} s]", flush=True, file=sink)
+        time.sleep(int(wait))
+
+
+def _events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
     for line in _lines(response):
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":

@@ -92,8 +92,8 @@ def replay_command(settings: ReplaySettings) -> int:
 
 def fetch_command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, GGUF files, or hub ids of models.")
-    ] = None,
+        list[str], typer.Argument(metavar="NAME...", help="`demo`, folders, GGUF files, or hub ids of models.")
+    ],
     dtype: Annotated[Dtype, typer.Option(help="dtype that the models are to have.")] = "auto",
     kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="What their KV is to be kept in.")] = "auto",
     quantization: Annotated[Quantization, typer.Option(help="What is to become of their weights.")] = "auto",
@@ -104,7 +104,7 @@ def fetch_command(
     """Downloads and prepares models, so that later commands start at once, and says what memory they take."""
     from deploy.models import fetch_models
 
-    fetch_models(names or [], dtype, quantization, kv_cache_dtype, gpu_memory)
+    fetch_models(names, dtype, quantization, kv_cache_dtype, gpu_memory)
     return 0
 
 

@@ -90,7 +90,8 @@ def _group_fields(group: str, pods: Pods) -> Iterator[tuple[str, Any]]:
     if pods.gpus:
         yield f"{container}/resources/limits/nvidia.com~1gpu", str(pods.gpus)
     if pods.group != GATEWAY_GROUP:
-        yield f"{spec}/initContainers/0/args", list(pods.weights)
+        field, value = ("args", list(pods.weights)) if pods.weights else ("command", ["true"])
+        yield f"{spec}/initContainers/0/{field}", value
 
 
 def _drain(seconds: int) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_groups_without_a_draft_model_fetch_nothing(tmp_path: Path, field: str, 
     manifests = cell(tmp_path, (f"models.{field}", value), ("gateway.grpc_port", None))
     group = worker_group(manifests, "draft")
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (replicas,) * 3
-    assert group["template"]["spec"]["initContainers"][0]["args"] == []
+    assert group["template"]["spec"]["initContainers"][0]["command"] == ["true"]
     target = worker_group(manifests, "target")["template"]["spec"]["initContainers"][0]
     assert target["args"] == ["demo"]
     assert [one["name"] for one in only(manifests, "Service", "spool")["spec"]["ports"]] == ["http"]
@@ -176,9 +176,9 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_pods_find_models_that_are_there(tmp_path: Path) -> None:
-    """The init container of a group without weights is given no model."""
+    """The init container fetches them; without any named, the command says what it wants."""
     environment = {"SPOOL_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
-    for models in ([], save_tiny_pair("llama", tmp_path)):
-        ended = spool("models", "fetch", "--", *models, environment=environment)
-        assert (ended.code, all(str(model) in ended.err for model in models)) == (0, True), ended.err
+    models = save_tiny_pair("llama", tmp_path)
+    ended = spool("models", "fetch", "--", *models, environment=environment)
+    assert (ended.code, all(str(model) in ended.err for model in models)) == (0, True), ended.err
     assert spool("models", "fetch", "--", tmp_path / "nothing", environment=environment).code == 2

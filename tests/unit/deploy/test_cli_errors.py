@@ -101,6 +101,7 @@ def test_bad_input(folder: Path, arguments: list[str], message: str) -> None:
     [
         ("nonsense", "No such command 'nonsense'"),
         ("models", "Missing command"),
+        ("models fetch", "Missing argument 'NAME...'"),
         ("models fetch /no/such/model", "no such folder"),
         ("models fetch demo --unknown", "No such option"),
         ("verify --prompts missing.jsonl", "cannot read missing.jsonl: No such file"),

@@ -1,12 +1,20 @@
 """Parts of the command line that need no workers."""
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
+from deploy.cli.chat import chat
 from deploy.config.loading import GivenValue, load_configuration
-from deploy.errors import UsageError
+from deploy.errors import RunError, UsageError
 from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
 from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
@@ -158,3 +166,70 @@ def test_what_a_model_takes_is_said_before_it_is_started(
     small = spool_here(*options, "--gpu-memory", 1)
     assert small.code == 1
     assert "the GPU is too small: it has 1.0 GiB" in small.err
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_chat_survives_what_passes() -> None:
+    """The server is full, then answers; refuses a history; breaks an answer off; then answers again."""
+    full = (429, {"Retry-After": "0"}, b'{"error": {"message": "the queue is full"}}')
+    long = (400, {}, b'{"error": {"message": "the prompt is too long"}}')
+    broken = (200, {}, b'data: {"error": {"message": "no target is left"}}\n')
+    answers = [full, full, answer("one"), long, (429, {"Retry-After": "3600"}, b"{}"), broken, answer("two")]
+    with http_server(answers) as (url, asked):
+        sink = StringIO()
+        assert chat(url, "m", None, None, {}, Terminal("a\nb\nc\nd\ne\n"), sink) == 0
+        said = sink.getvalue()
+        assert said.count("the queue is full (HTTP 429); trying again in 0 s]") == 2
+        assert "[the server refuses: the prompt is too long (HTTP 400); the question can be asked again]" in said
+        assert "no target is left" in said
+        assert [[one["content"] for one in body["messages"]] for body in asked] == [
+            *[["a"]] * 3, ["a", "one", "b"], ["a", "one", "c"], ["a", "one", "d"], ["a", "one", "e"],
+        ]  # fmt: skip
+        answers[:] = [long]
+        with pytest.raises(RunError, match="the prompt is too long"):
+            chat(url, "m", None, None, {}, StringIO("a\nb\n"), StringIO())
+    with pytest.raises(RunError, match="does not answer"):
+        chat(url, "m", None, None, {}, StringIO("a\n"), StringIO())
+    sink = StringIO()
+    assert chat(url, "m", None, None, {}, Terminal("a\n"), sink) == 0
+    assert "can be asked again" in sink.getvalue()
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def answer(text: str) -> Answer:
+    return 200, {}, f'data: {{"choices": [{{"delta": {{"content": "{text}"}}}}]}}\n\ndata: [DONE]\n'.encode()
+
+
+@contextmanager
+def http_server(answers: list[Answer]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Gives these answers in turn. Yields its address and the bodies that it was sent."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, headers, body = answers.pop(0)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
