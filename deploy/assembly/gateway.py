@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from deploy.assembly.secrets import secret_from_environment, secret_from_file
+from deploy.assembly.secrets import check_pem, secret_from_environment, secret_from_file
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
 from engine.models.fetching import fetch_tokenizer
@@ -74,8 +74,10 @@ async def start_gateway(
 
 
 def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:
-    """Reads the keys that the configuration names. Raises SecretError."""
+    """Reads the keys that the configuration names, and checks its certificate. Raises SecretError."""
     gateway = config.gateway
+    if config.auth.tls is not None:
+        check_pem("auth.tls", config.auth.tls)
     listen: dict[str, Any] = {"host": gateway.host, "tls": config.auth.tls}
     return GatewaySettings(
         **{name: getattr(gateway, name) for name in RequestSettings.model_fields},

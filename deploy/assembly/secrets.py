@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import load_pem_x509_certificates
+
 from deploy.config.ingress import InternalSettings
+from services.gateway.settings import TlsFiles
 from services.rpc.channel_security import ChannelSecurity
 
 
@@ -25,6 +30,7 @@ def channel_security(settings: InternalSettings) -> ChannelSecurity:
     if settings.tls is None:
         return ChannelSecurity(token=token)
     tls = settings.tls
+    check_pem("internal.tls", tls)
     return ChannelSecurity(
         token=token,
         ca_file=str(tls.ca),
@@ -39,6 +45,22 @@ def secret_from_environment(field: str, name: str) -> str:
     if not value:
         raise SecretError(f"{field} is {name}, and the environment has no such variable")
     return value
+
+
+def check_pem(field: str, tls: TlsFiles) -> None:
+    """Raises SecretError, naming the field, unless each file of the section `field` is what it must be."""
+    for name, file in tls:
+        if not isinstance(file, Path):
+            continue
+        pem = secret_from_file(f"{field}.{name}", file).encode()
+        try:
+            if name == "key":
+                load_pem_private_key(pem, password=None)
+            else:
+                load_pem_x509_certificates(pem)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            kind = "private key without a password" if name == "key" else "certificate"
+            raise SecretError(f"{field}.{name} is {file}, must be a {kind} in PEM: {error}") from error
 
 
 def secret_from_file(field: str, path: Path) -> str:

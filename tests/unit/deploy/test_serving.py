@@ -11,6 +11,7 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
+from deploy.assembly.gateway import gateway_settings
 from deploy.assembly.plain_message import plain_message
 from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cli import command_line as cli
@@ -25,6 +26,8 @@ from deploy.ray_app.gpus import gpus_per_replica
 from deploy.ray_app.serve_options import serve_file
 from protos import scheduler_pb2
 from scheduler.messages import Role
+from services.gateway.settings import SamplingDefaults
+from tests.support.certificates import issue
 
 TOKEN = "a-token-of-some-length"
 BOTH = {Role.TARGET: 1.0, Role.DRAFT: 1.0}
@@ -94,6 +97,28 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
         channel_security(InternalSettings(token_env="SECRET"))
     monkeypatch.setenv("SECRET", TOKEN)
     assert channel_security(InternalSettings(token_env="SECRET")).token == TOKEN
+
+
+def test_certificates_are_named_by_their_fields(tmp_path: Path) -> None:
+    files = issue(tmp_path, "localhost")
+    right = {"ca": files.ca_file, "certificate": files.certificate_file, "key": files.key_file}
+    assert channel_security(InternalSettings.model_validate({"tls": right})).tls
+    (tmp_path / "empty").touch()
+    for name, wrong, reason in [
+        ("ca", tmp_path / "missing", "cannot be read: .* No such file"),
+        ("certificate", tmp_path, "cannot be read: .* Is a directory"),
+        ("key", tmp_path / "empty", "is empty"),
+        ("key", files.certificate_file, "must be a private key without a password in PEM"),
+        ("certificate", files.key_file, "must be a certificate in PEM"),
+    ]:
+        tls = right | {name: str(wrong)}
+        with pytest.raises(SecretError, match=rf"^internal\.tls\.{name} is {wrong}, .*{reason}"):
+            channel_security(InternalSettings.model_validate({"tls": tls}))
+        if name != "ca":
+            del tls["ca"]
+            config = load_configuration(None, [f"auth={json.dumps({'api_keys': ['k'], 'tls': tls})}"])
+            with pytest.raises(SecretError, match=rf"^auth\.tls\.{name} is {wrong}, .*{reason}"):
+                gateway_settings(config, SamplingDefaults())
 
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
