@@ -54,8 +54,11 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(str(error), _USAGE)
     except RunError as error:
         return _complain(str(error), _FAILED)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return _complain("interrupted", _INTERRUPTED)
+    except typer.Abort as aborted:
+        # Typer makes one of any EOFError, as if a person had ended the input.
+        raise aborted.__cause__ or aborted from None
     except BrokenPipeError:
         # The reader of standard output has gone; the interpreter must not try to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

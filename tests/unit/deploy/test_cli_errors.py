@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli.command_line import app, run
 from tests.support.command_line import CHARACTERS, save_tokenizer, spool, spool_here, write_lines
 
 
@@ -124,3 +125,15 @@ def test_shells_can_complete() -> None:
     words = {"_SPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "spool serve --max-", "COMP_CWORD": "2"}
     ended = spool(environment=words)
     assert set(ended.out.split()) == {"--max-model-len", "--max-running", "--max-num-batched-tokens"}
+
+
+def test_an_eof_error_of_our_own_is_not_an_interruption() -> None:
+    @app.command("broken")
+    def _broken() -> None:
+        raise EOFError("marshal data too short")
+
+    try:
+        with pytest.raises(EOFError, match="marshal data too short"):
+            run(["broken"])
+    finally:
+        app.registered_commands.pop()
