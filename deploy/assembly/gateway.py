@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from deploy.assembly.secrets import check_pem, secret_from_environment, secret_from_file
+from deploy.assembly.secrets import SecretError, check_pem, secret_from_environment, secret_from_file
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
 from engine.models.fetching import fetch_tokenizer
@@ -29,6 +29,7 @@ from services.gateway.settings import (
     SamplingDefaults,
     model_sampling_defaults,
 )
+from services.receipts.signing import ReceiptKey
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_link import Resolve
 from services.scheduler_client.remote import SchedulerClient
@@ -104,7 +105,14 @@ def _api_keys(config: SpoolConfig) -> list[str]:
 
 
 def _receipt_key(file: Path | None) -> str | None:
-    return None if file is None else secret_from_file("gateway.receipt_key_file", file)
+    if file is None:
+        return None
+    pem = secret_from_file("gateway.receipt_key_file", file)
+    try:
+        ReceiptKey(pem)
+    except ValueError as error:
+        raise SecretError(f"gateway.receipt_key_file is {file}: {error}") from error
+    return pem
 
 
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:

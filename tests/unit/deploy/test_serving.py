@@ -119,6 +119,9 @@ def test_certificates_are_named_by_their_fields(tmp_path: Path) -> None:
             config = load_configuration(None, [f"auth={json.dumps({'api_keys': ['k'], 'tls': tls})}"])
             with pytest.raises(SecretError, match=rf"^auth\.tls\.{name} is {wrong}, .*{reason}"):
                 gateway_settings(config, SamplingDefaults())
+    config = load_configuration(None, [f"gateway.receipt_key_file={files.ca_file}"])
+    with pytest.raises(SecretError, match=rf"^gateway\.receipt_key_file is {files.ca_file}: .* private key in PEM"):
+        gateway_settings(config, SamplingDefaults())
 
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
