@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from deploy.assembly.secrets import SecretError, check_pem, secret_from_environment, secret_from_file
+from deploy.assembly.secrets import SecretError, check_keys, check_pem, secret_from_environment, secret_from_file
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
 from engine.models.fetching import fetch_tokenizer
@@ -98,9 +98,13 @@ def _api_keys(config: SpoolConfig) -> list[str]:
     keys = [key.get_secret_value() for key in auth.api_keys]
     if auth.api_keys_env is not None:
         named = secret_from_environment("auth.api_keys_env", auth.api_keys_env)
-        keys += [key.strip() for key in named.split(",") if key.strip()]
+        from_environment = [key.strip() for key in named.split(",") if key.strip()]
+        check_keys("auth.api_keys_env", from_environment)
+        keys += from_environment
     if auth.api_keys_file is not None:
-        keys += secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
+        from_file = secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
+        check_keys("auth.api_keys_file", from_file)
+        keys += from_file
     return keys
 
 

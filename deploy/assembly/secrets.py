@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -15,20 +16,24 @@ from services.rpc.channel_security import ChannelSecurity
 
 
 class SecretError(ValueError):
-    """A secret that the configuration names is not there; the message says which."""
+    """A secret that the configuration names is not there or cannot be used; the message says which."""
 
 
 def channel_security(settings: InternalSettings) -> ChannelSecurity:
     """Reads the secrets that the settings name, on the node where they are needed. Raises SecretError."""
-    token = ""
+    token, field = "", "token"
     if settings.token is not None:
         token = settings.token.get_secret_value()
     elif settings.token_env is not None:
-        token = secret_from_environment("internal.token_env", settings.token_env)
+        field, token = "token_env", secret_from_environment("internal.token_env", settings.token_env)
     elif settings.token_file is not None:
-        token = secret_from_file("internal.token_file", settings.token_file)
+        field, token = "token_file", secret_from_file("internal.token_file", settings.token_file)
+    try:
+        security = ChannelSecurity(token=token)
+    except ValueError as error:
+        raise SecretError(f"internal.{field} names a token that cannot be used: {error}") from error
     if settings.tls is None:
-        return ChannelSecurity(token=token)
+        return security
     tls = settings.tls
     check_pem("internal.tls", tls)
     return ChannelSecurity(
@@ -45,6 +50,12 @@ def secret_from_environment(field: str, name: str) -> str:
     if not value:
         raise SecretError(f"{field} is {name}, and the environment has no such variable")
     return value
+
+
+def check_keys(field: str, keys: Iterable[str]) -> None:
+    """Raises SecretError unless clients can send each of the API keys that the field names."""
+    if not all("!" <= letter <= "~" for key in keys for letter in key):
+        raise SecretError(f"{field} names a key with characters other than printable ASCII")
 
 
 def check_pem(field: str, tls: TlsFiles) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 from services.gateway.answers.formats import ToolFormat
 
@@ -164,9 +164,3 @@ class GatewaySettings(RequestSettings):
     def strftime_now(self, form: str) -> str:
         """For chat templates."""
         return (self.template_time or datetime.now()).strftime(form)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not all(0x21 <= ord(letter) <= 0x7E for key in self.api_keys for letter in key.get_secret_value()):
-            raise ValueError("api_keys holds a key with other characters than printable ASCII without spaces")
-        return self

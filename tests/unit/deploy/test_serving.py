@@ -97,6 +97,18 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
         channel_security(InternalSettings(token_env="SECRET"))
     monkeypatch.setenv("SECRET", TOKEN)
     assert channel_security(InternalSettings(token_env="SECRET")).token == TOKEN
+    monkeypatch.setenv("SECRET", "short")
+    with pytest.raises(SecretError, match=r"^internal\.token_env names a token .*: token has 5 characters, must have"):
+        channel_security(InternalSettings(token_env="SECRET"))
+
+
+def test_keys_that_no_client_can_send_are_named_by_their_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "plain, schlüssel")
+    (tmp_path / "keys").write_text("plain\nschlüssel\n")
+    for field, value in (("api_keys_env", "KEYS"), ("api_keys_file", tmp_path / "keys")):
+        config = load_configuration(None, [f"auth.{field}={value}"])
+        with pytest.raises(SecretError, match=rf"^auth\.{field} names a key with characters other than"):
+            gateway_settings(config, SamplingDefaults())
 
 
 def test_certificates_are_named_by_their_fields(tmp_path: Path) -> None:
