@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from protos import scheduler_pb2
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.interface import GenerationRequest
+from services.backend.sequence_stream import SequenceFailedError
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import TIMEOUT, Recorder, error_of
@@ -34,6 +35,8 @@ ASK: list[Any] = [{"role": "user", "content": "How is the weather in Zürich?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
+LINE_ENDS = "".join(character for character in map(chr, range(0x3000)) if len(f"a{character}b".splitlines()) > 1)
+"""Every character at which Python ends a line."""
 
 
 class SpokenStream:
@@ -56,6 +59,13 @@ class SpokenStream:
         pass
 
 
+class BrokenStream(SpokenStream):
+    async def __aiter__(self) -> AsyncIterator[EmitTokens]:
+        async for emission in super().__aiter__():
+            yield emission
+        raise SequenceFailedError(f"broken{LINE_ENDS}off")
+
+
 class Speaker(Recorder):
     """A model that answers with the given texts, one after the other, `step` tokens a round."""
 
@@ -63,6 +73,7 @@ class Speaker(Recorder):
         super().__init__(gateways)
         self.says: list[str | list[int]] = []
         self.step = 3
+        self.stream = SpokenStream
         self.tokenizer = tokenizer
 
     async def model(self) -> scheduler_pb2.ServedModel:
@@ -78,7 +89,7 @@ class Speaker(Recorder):
         [end] = self.tokenizer.stop_token_ids
         said = self.says.pop(0)
         tokens = self.tokenizer.encode(said) if isinstance(said, str) else said
-        return SpokenStream(tokens, end, request, self.step)
+        return self.stream(tokens, end, request, self.step)
 
     @property
     def prompt(self) -> str:
@@ -196,6 +207,33 @@ def test_calls(talk: Open) -> None:
         for step in (1, 4, 1000):
             assert without_ids(joined(model.chunks(said, tools=TOOLS, step=step))) == without_ids(as_joined(done))
         assert model.whole(CALL, tools=TOOLS).choices[0].message.content is None
+
+
+@pytest.mark.parametrize("stream", [SpokenStream, BrokenStream])
+def test_an_event_is_one_line_to_every_client(talk: Open, stream: type[SpokenStream]) -> None:
+    """Some clients end a line wherever Python's str.splitlines does: at ten characters, of which JSON escapes seven."""
+    assert "\u2028" in LINE_ENDS
+    said = f"a{LINE_ENDS}b\n{CALL.replace('Zürich', f'c{LINE_ENDS[-3:]}d')}"
+    body = {"model": "speaker", "messages": ASK, "tools": TOOLS, "stream": True, "logprobs": True}
+    with talk(HERMES) as model:
+        model.backend.says, model.backend.stream = [said], stream
+        with httpx.stream("POST", f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT) as response:
+            assert response.status_code == 200
+            received = b"".join(response.iter_raw())
+    for lines in (list(httpx.Response(200, content=received).iter_lines()), received.decode().splitlines()):
+        *events, done = [line.removeprefix("data: ") for line in lines if line]
+        assert done == "[DONE]"
+        parsed = [json.loads(event) for event in events]
+        error = parsed.pop()["error"]["message"] if stream is BrokenStream else None
+        assert error == (f"broken{LINE_ENDS}off" if stream is BrokenStream else None)
+        chunks = [ChatCompletionChunk.model_validate(event) for event in parsed]
+        if error is None:
+            message = joined(chunks)
+            assert message["content"] == f"a{LINE_ENDS}b"
+            assert [json.loads(call[2]) for call in message["tool_calls"]] == [{"city": f"c{LINE_ENDS[-3:]}d"}]
+        logprobs = [part.logprobs for chunk in chunks for part in chunk.choices if part.logprobs is not None]
+        spelled = b"".join(bytes(entry.bytes or []) for one in logprobs for entry in one.content or [])
+        assert LINE_ENDS in spelled.decode()
 
 
 def test_every_choice_has_its_own_calls(talk: Open) -> None:
