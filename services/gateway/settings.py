@@ -105,6 +105,35 @@ class Limits(_Frozen):
     """Time for the whole request; a client that asks for more gets this much."""
 
 
+class ConnectionLimits(_Frozen):
+    """The most that clients may take of a gateway before any request of theirs is complete, or between requests."""
+
+    total: Annotated[int, Field(ge=1)] = 4096
+    """Open connections over HTTP; fewer where the process may not open as many files. One more is closed with 503."""
+    per_address: Annotated[int, Field(ge=1)] | None = None
+    """Of these, connections from one address (IPv6: one /64). Unset: no own limit, since all clients behind a proxy
+    have the proxy's address."""
+    header_bytes: Annotated[int, Field(ge=1024, le=1024 * 1024)] = 64 * 1024
+    """Bytes of a request's line and headers, of a chunk's header, and of trailers."""
+    header_lines: Annotated[int, Field(ge=16, le=10_000)] = 128
+    """Headers of a request."""
+    body_chunks: Annotated[int, Field(ge=1)] = 8192
+    """Chunks of a body without content-length."""
+    header_seconds: Seconds = 20.0
+    """Time for the TLS handshake, for the headers, and for the rest of a body that was answered before its end."""
+    keep_alive_seconds: Seconds = 75.0
+    """How long a connection stays open without a request: longer than proxies keep theirs, 60 s mostly, so that no
+    request meets a connection that closes."""
+    write_seconds: Seconds = 60.0
+    """Time in which a client must take some of its answer."""
+    grpc_total: Annotated[int, Field(ge=1)] = 1024
+    """Open connections over gRPC."""
+    grpc_streams: Annotated[int, Field(ge=1)] = 1024
+    """Calls at a time of one gRPC connection; its client waits with others."""
+    grpc_metadata_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
+    """Bytes of the metadata of one gRPC call."""
+
+
 class NamedKey(_Frozen):
     """An API key that the scheduler knows by its name; the key itself need not be written down."""
 
@@ -133,6 +162,8 @@ class RequestSettings(_Frozen):
     request has another prompt tomorrow."""
     limits: Limits = Limits()
     """Upper limits of one request."""
+    connections: ConnectionLimits = ConnectionLimits()
+    """Limits of connections."""
 
 
 class GatewaySettings(RequestSettings):
