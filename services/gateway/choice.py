@@ -9,6 +9,7 @@ from typing import Literal
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
+from services.gateway.answers.reasoning import Reasoning, ThoughtFinder
 from services.gateway.metrics import SequenceMeter
 from services.gateway.options import GenerationOptions
 from services.gateway.stop_strings import StopStringCutter
@@ -70,8 +71,10 @@ class Choice:
         meter: SequenceMeter,
         options: GenerationOptions,
         echo: str = "",
+        reasoning: Reasoning = Reasoning.NONE,
     ) -> None:
-        """`echo` is put before the output. With `max_tokens` 0 of the request no token is delivered."""
+        """`echo` is put before the output. Stop strings do not end the output within its `reasoning`. With `max_tokens`
+        0 of the request no token is delivered."""
         self.index = index
         self.request = request
         self.completion_tokens = 0
@@ -84,6 +87,7 @@ class Choice:
         self._stream = stream
         self._decoder = decoder
         self._meter = meter
+        self._thoughts = ThoughtFinder(reasoning)
         self._cutter = StopStringCutter(options.stop, options.include_stop_str_in_output)
         self._min_tokens = options.min_tokens
         self._stop_token_ids = request.stop_token_ids
@@ -132,6 +136,7 @@ class Choice:
             raise
         if self._cutter.hit is None:
             self._add(self._decoder.finish())
+            self._cut(*self._thoughts.finish())
         if self._cutter.hit is not None:
             self._stream.cancel()
             yield self._last("stop", self._cutter.hit)
@@ -180,7 +185,10 @@ class Choice:
 
     def _add(self, text: str, may_end: bool = True) -> None:
         self._characters += len(text)
-        self._text.append(self._cutter.push(text) if may_end else text)
+        self._cut(*self._thoughts.push(text), may_end)
+
+    def _cut(self, thought: str, text: str, may_end: bool = True) -> None:
+        self._text.append(thought + (self._cutter.push(text) if may_end else text))
 
     def _last(self, finish_reason: EndReason, stop_reason: str | int | None) -> Piece:
         self.finish_reason = finish_reason

@@ -321,7 +321,8 @@ class CompletionEngine:
             raise
         meter.admitted()
         index, echo = len(completion.choices), prompt.text or ""
-        completion.choices.append(Choice(index, request, stream, decoder, meter, options, echo))
+        choice = Choice(index, request, stream, decoder, meter, options, echo, completion.form.reasoning)
+        completion.choices.append(choice)
 
     async def _decoder(
         self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions

@@ -18,74 +18,94 @@ class Reasoning(Enum):
     OPEN = auto()
 
 
-def reasoning_after(prompt: str) -> Reasoning:
-    """For a model that reasons. Some templates write a whole empty reasoning where the request turns it off."""
-    prompt = prompt.rstrip()
-    if prompt.endswith(THINK_END):
+def reasoning_after(prompt: str, begun: str = "") -> Reasoning:
+    """For a model that reasons; `begun` is the part of the answer that the prompt has already. Some templates write a
+    whole empty reasoning where the request turns it off."""
+    begun = begun.strip(SPACE)
+    head = prompt.rstrip().removesuffix(begun).rstrip()
+    if THINK_END in begun or head.endswith(THINK_END):
         return Reasoning.NONE
-    return Reasoning.OPEN if prompt.endswith(THINK) else Reasoning.POSSIBLE
+    if begun.startswith(THINK) or head.endswith(THINK):
+        return Reasoning.OPEN
+    return Reasoning.NONE if begun else Reasoning.POSSIBLE
 
 
-class _State(Enum):
-    BEGIN = auto()
-    REASONING = auto()
-    REASONING_ENDED = auto()
-    CONTENT = auto()
+class ThoughtFinder:
+    """Splits the text of an answer where its reasoning ends. The result does not depend on the pieces in which the text
+    comes."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self._reasoning = reasoning
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """What has become certain: text of the reasoning with its marks, and text after it."""
+        text, self._held = self._held + piece, ""
+        if self._reasoning is Reasoning.POSSIBLE:
+            begin = text.lstrip(SPACE)
+            if THINK.startswith(begin) and begin != THINK:
+                self._held = text
+                return "", ""
+            self._reasoning = Reasoning.OPEN if begin.startswith(THINK) else Reasoning.NONE
+        if self._reasoning is Reasoning.NONE:
+            return "", text
+        end = text.find(THINK_END)
+        if end < 0:
+            free = len(text) - held_length(text, THINK_END)
+            self._held = text[free:]
+            return text[:free], ""
+        self._reasoning = Reasoning.NONE
+        return text[: end + len(THINK_END)], text[end + len(THINK_END) :]
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return (held, "") if self._reasoning is Reasoning.OPEN else ("", held)
 
 
 class ReasoningSplitter:
-    """Only the beginning of an answer can be reasoning. White space at both ends of it and after it is dropped.
+    """Only the beginning of an answer can be reasoning. Its marks and white space at both ends of it and after it are
+    dropped.
 
     If reasoning does not end, the answer has no content. The result does not depend on the pieces in which the text
     comes.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
-        states = {Reasoning.NONE: _State.CONTENT, Reasoning.POSSIBLE: _State.BEGIN, Reasoning.OPEN: _State.REASONING}
-        self._state = states[reasoning]
-        self._held = ""
+        self._finder = ThoughtFinder(reasoning)
+        self._mark = THINK if reasoning is Reasoning.POSSIBLE else ""
+        """Comes before the text of the reasoning."""
+        self._space = ""
+        """At the end of the reasoning up to now."""
         self._begun = False
+        self._trims = False
+        """Whether white space before content is dropped."""
 
     def push(self, piece: str) -> list[AnswerDelta]:
         """What has become certain."""
-        deltas: list[AnswerDelta] = []
-        text, self._held = self._held + piece, ""
-        if self._state is _State.BEGIN:
-            begin = text.lstrip(SPACE)
-            if THINK.startswith(begin) and begin != THINK:
-                self._held = text
-                return deltas
-            reasons = begin.startswith(THINK)
-            text = begin[len(THINK) :] if reasons else text
-            self._state = _State.REASONING if reasons else _State.CONTENT
-        if self._state is _State.REASONING:
-            text = text if self._begun else text.lstrip(SPACE)
-            end = text.find(THINK_END)
-            if end < 0:
-                # White space is held, as the end may follow.
-                reasoning = text[: len(text) - held_length(text, THINK_END)].rstrip(SPACE)
-                self._held = text[len(reasoning) :]
-            else:
-                reasoning = text[:end].rstrip(SPACE)
-            if reasoning:
-                self._begun = True
-                deltas.append(ReasoningDelta(reasoning))
-            if end < 0:
-                return deltas
-            text = text[end + len(THINK_END) :]
-            self._state = _State.REASONING_ENDED
-        if self._state is _State.REASONING_ENDED:
-            text = text.lstrip(SPACE)
-            if text:
-                self._state = _State.CONTENT
-        if text:
-            deltas.append(ContentDelta(text))
-        return deltas
+        return self._deltas(*self._finder.push(piece))
 
     def finish(self) -> list[AnswerDelta]:
         """What was held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        if self._state is _State.REASONING:
-            held = held.rstrip(SPACE)
-            return [ReasoningDelta(held)] if held else []
-        return [ContentDelta(held)] if held else []
+        return self._deltas(*self._finder.finish())
+
+    def _deltas(self, thought: str, content: str) -> list[AnswerDelta]:
+        deltas: list[AnswerDelta] = []
+        if thought:
+            text = self._space + thought
+            if not self._begun:
+                text = text.lstrip(SPACE).removeprefix(self._mark).lstrip(SPACE)
+                self._mark = ""
+            text = text.removesuffix(THINK_END)
+            reasoning = text.rstrip(SPACE)
+            self._space = text[len(reasoning) :]
+            if reasoning:
+                self._begun = True
+                deltas.append(ReasoningDelta(reasoning))
+            self._trims = True
+        if self._trims:
+            content = content.lstrip(SPACE)
+            self._trims = not content
+        if content:
+            deltas.append(ContentDelta(content))
+        return deltas

@@ -17,6 +17,7 @@ from services.backend.interface import GenerationRequest
 from services.gateway.answers.formats import FORMATS
 from tests.integration.gateway.expected import EXPONENTIAL
 from tests.integration.gateway.test_http_tools import (
+    ASK,
     Open,
     Speaker,
     SpokenStream,
@@ -145,6 +146,12 @@ def test_reasoning_is_free_and_what_follows_is_not(talk: Open, asked: dict[str, 
         ended = answers(model, 3, **request, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
         assert not any(answer["reasoning_content"] for answer in ended)
         assert model.backend.prompt.endswith("</think>\n\n")
+        # So does a message that is continued.
+        message = {"role": "assistant", "content": "<think>\nLet me see"}
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        begun += answers(model, 3, **request, messages=[*ASK, message], extra_body=options)
+        assert model.backend.prompt.endswith("<think>\nLet me see")
+        assert any(answer["reasoning_content"] for answer in begun[-3:])
         for answer in [*begun, *ended]:
             assert is_call(answer) or "tool_choice" not in asked
 

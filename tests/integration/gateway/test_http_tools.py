@@ -313,6 +313,40 @@ def test_thoughts(talk: Open) -> None:
         assert model.whole(THOUGHT).choices[0].message.content == THOUGHT
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_message_that_is_continued_may_begin_the_thought(talk: Open, step: int) -> None:
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    for begun, said, reasoning, content in (
+        ("<think>\nLet me see", "it is 4.\n</think>\n\nFour.", "it is 4.", "Four."),
+        ("<think>", "Hm.</think>Four.", "Hm.", "Four."),
+        ("<think>\nIt is 4.\n</think>\n\n", "Four.", "", "Four."),
+        ("<think>\nIt is 4.\n</think>\n\nThe answer", " is <think>.", "", " is <think>."),
+        ("The answer", " is 4.", "", " is 4."),
+        ("", "<think>Hm.</think>Four.", "Hm.", "Four."),
+    ):
+        asked: Any = [*ASK, {"role": "assistant", "content": begun}]
+        with talk(THINKING) as model:
+            message = joined(model.chunks(said, step=step, messages=asked, extra_body=continued))
+            assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+            assert message == as_joined(model.whole(said, messages=asked, extra_body=continued))
+            # A thought in the question is the person's.
+            other = [{"role": "user", "content": "<think>"}, *asked[1:]]
+            assert joined(model.chunks(said, step=step, messages=other, extra_body=continued)) == message
+
+
+def test_stop_strings_are_those_of_the_content(talk: Open) -> None:
+    with talk(THINKING) as model:
+        done = model.whole("<think>\nOne. Two.\n</think>\n\nThree. Four.", stop=["."])
+        assert as_joined(done) == {
+            "content": "Three",
+            "reasoning_content": "One. Two.",
+            "tool_calls": [],
+            "finish_reason": "stop",
+        }
+        [choice] = model.whole("<think>One. Two.", stop=["."], max_tokens=12).choices
+        assert (getattr(choice.message, "reasoning_content"), choice.finish_reason) == ("One. T", "length")  # noqa: B009
+
+
 def test_calls_have_a_grammar_where_they_must_fit(talk: Open) -> None:
     strict, named = [openai.pydantic_function_tool(City)], {"type": "function", "function": {"name": "stop"}}
     for template, asked, constrained in (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import SequenceFailedError
+from services.gateway.answers.reasoning import Reasoning
 from services.gateway.choice import Choice, Piece
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import GenerationOptions
@@ -56,12 +57,13 @@ def read(
     reason: FinishReason = FinishReason.LENGTH,
     stop: Sequence[str] = (),
     asked: frozenset[int] = frozenset(),
+    reasoning: Reasoning = Reasoning.NONE,
 ) -> tuple[Choice, list[Piece], Stream]:
     stream, meter = Stream(rounds, reason), GatewayMetrics().sequence(0.0, 1)
     decoder = IncrementalDecoder(TOKENIZER)
     options = GenerationOptions(stop=tuple(stop), stop_token_ids=tuple(asked))
     request = GenerationRequest((), 1, asked | {END})
-    choice = Choice(0, request, stream, decoder, meter, options)
+    choice = Choice(0, request, stream, decoder, meter, options, reasoning=reasoning)
 
     async def run() -> list[Piece]:
         return [piece async for piece in choice.pieces()]
@@ -95,6 +97,28 @@ def test_stop_strings_cut_text_and_count_whatever_the_rounds(text: str, sizes: l
     end = ("stop", stop) if stop else ("length", None)
     assert [(piece.finish_reason, piece.stop_reason) for piece in pieces] == [(None, None)] * (len(pieces) - 1) + [end]
     assert stream.cancelled == (stop is not None)
+
+
+@given(text=TEXTS, sizes=SIZES, stops=STOPS, opened=st.booleans(), ended=st.booleans())
+def test_stop_strings_do_not_end_reasoning(
+    text: str, sizes: list[int], stops: list[str], opened: bool, ended: bool
+) -> None:
+    thought = f"{'' if opened else ' <think>'}{text}</{'think>' if ended else 'th'}"
+    rounds = rounds_of(TOKENIZER.encode(thought + text).ids, sizes)
+    choice, pieces, _ = read(rounds, stop=stops, reasoning=Reasoning.OPEN if opened else Reasoning.POSSIBLE)
+    expected, stop = cut(text, stops) if ended else (text, None)
+    assert "".join(piece.text for piece in pieces) == thought + expected
+    assert (choice.finish_reason, pieces[-1].stop_reason) == (("stop", stop) if stop else ("length", None))
+
+
+@pytest.mark.parametrize("text", ["<thank", "<thi", " <t", "a<think>b", "<"])
+def test_stop_strings_end_answers_without_reasoning(text: str) -> None:
+    for stop in ("<t", "<"):
+        _, pieces, _ = read(
+            [[token] for token in TOKENIZER.encode(text).ids], stop=[stop], reasoning=Reasoning.POSSIBLE
+        )
+        expected, hit = cut(text, [stop])
+        assert ("".join(piece.text for piece in pieces), pieces[-1].stop_reason) == (expected, hit)
 
 
 def test_a_token_comes_with_the_first_text_that_is_certain_after_it() -> None:
