@@ -28,7 +28,7 @@ from engine.quantization.model import weights_path
 from engine.settings import EngineSettings
 
 # Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
-_RECIPE = 2
+_RECIPE = 3
 _DIGITS = 16
 # Of a file's state.
 _CHANGED_BY_WRITING = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")

@@ -103,8 +103,10 @@ def deficits(scores: Tensor, largest: Tensor, rows: Sequence[SamplingParameters]
     infinities at small temperatures. `largest` is [R].
     """
     temperatures = [max(sampling.temperature, SMALLEST_TEMPERATURE) for sampling in rows]
+    # Where the largest is -0, the deficit of 0 would be -0, whose bits do not order like a number's; -0 + 0 is 0.
+    scores.neg_().add_(largest[:, None] + 0.0)
     # Divided by a tensor, for a division by a number is a multiplication by its reciprocal on some devices.
-    return scores.neg_().add_(largest[:, None]).div_(_on_device(temperatures, torch.float32, scores)[:, None])
+    return scores.div_(_on_device(temperatures, torch.float32, scores)[:, None])
 
 
 def kept_tokens(deficit: Tensor, rows: Sequence[SamplingParameters]) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,7 @@ def kept_tokens(deficit: Tensor, rows: Sequence[SamplingParameters]) -> tuple[Te
     """
     vocabulary_size = deficit.shape[1]
     for size in _PREFIXES:
-        if size < vocabulary_size:
+        if size < vocabulary_size and all(_prefix_decides(sampling, size, vocabulary_size) for sampling in rows):
             kept, order, whole = _kept_prefix(deficit, rows, size)
             if whole:
                 return order, kept
@@ -122,10 +124,19 @@ def kept_tokens(deficit: Tensor, rows: Sequence[SamplingParameters]) -> tuple[Te
     return order, kept
 
 
+def _prefix_decides(sampling: SamplingParameters, size: int, vocabulary_size: int) -> bool:
+    """Whether the first `size` tokens of a row suffice to say which of them are kept.
+
+    Top-p keeps a share of the mass that top-k leaves: of the first k tokens, or of the whole vocabulary. Other company
+    may ask for another prefix, so every prefix that decides must keep the same tokens.
+    """
+    return sampling.top_p == 1 or sampling.top_k <= size or sampling.top_k >= vocabulary_size
+
+
 def _kept_prefix(deficit: Tensor, rows: Sequence[SamplingParameters], size: int) -> tuple[Tensor, Tensor, bool]:
-    """Mask and order of the first `size` tokens of each row, and whether no row keeps more than those."""
+    """Mask and order of the first `size` tokens of each row, which decide, and whether no row keeps more than those."""
     vocabulary_size = deficit.shape[1]
-    order = _in_order(deficit, size)
+    order = in_order(deficit, size)
     weights = _weights(deficit.gather(1, order))
     sums = weights.cumsum(1)
     top_k = [min(sampling.top_k or vocabulary_size, vocabulary_size) for sampling in rows]
@@ -133,7 +144,7 @@ def _kept_prefix(deficit: Tensor, rows: Sequence[SamplingParameters], size: int)
     rank = torch.arange(size, device=deficit.device)
     within_k = rank < counts
     total = sums.gather(1, counts.clamp(max=size) - 1)
-    if size < max(top_k) and any(sampling.top_p < 1 for sampling in rows):
+    if any(sampling.top_p < 1 and count > size for sampling, count in zip(rows, top_k, strict=True)):
         total = torch.where(counts <= size, total, _weights(deficit).sum(1, keepdim=True))
     top_p = _on_device([sampling.top_p for sampling in rows], torch.float64, deficit)[:, None]
     min_p = _on_device([sampling.min_p for sampling in rows], torch.float64, deficit)[:, None]
@@ -148,8 +159,8 @@ def _kept_prefix(deficit: Tensor, rows: Sequence[SamplingParameters], size: int)
     return kept, order, size == vocabulary_size or not bool(goes_on.any())
 
 
-def _in_order(deficit: Tensor, size: int) -> Tensor:
-    """Ids of the first `size` tokens of each row by (deficit, id), both ascending: [R, size]."""
+def in_order(deficit: Tensor, size: int) -> Tensor:
+    """Ids of the first `size` tokens of each row by (deficit, id), both ascending: [R, size]. No deficit is -0."""
     ids = torch.arange(deficit.shape[1], device=deficit.device)
     # The bits of floats >= 0 order like the floats; with the id below them no two keys are equal.
     keys = (deficit.view(torch.int32).to(torch.int64) << 32) | ids

@@ -7,22 +7,24 @@ from math import isfinite
 
 import torch
 
+from engine.sampling.logits_shaping import in_order
 from scheduler.messages import TokenLogprobs
 
 
 def token_logprobs(logits: Iterable[torch.Tensor], tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Of each of the `tokens` in its row of logits `[vocabulary]`, and of the `count` likeliest tokens there. NaN where
-    the row is not finite.
+    """Of each of the `tokens` in its row of logits `[vocabulary]`, and of the `count` likeliest tokens there, of equal
+    ones the lowest ids. NaN where the row is not finite.
 
     Computed row by row, so that nothing depends on the batch; only what is asked for is kept of a row.
     """
     own, values, ids = [], [], []
     for line, token in zip(logits, tokens, strict=False):
-        logprobs = torch.log_softmax(line.float(), dim=-1)
-        top = torch.topk(logprobs, min(count, logprobs.numel()))
+        scores = line.float()
+        logprobs = torch.log_softmax(scores, dim=-1)
+        likeliest = in_order((scores.amax() - scores + 0.0)[None], min(count, len(scores)))[0]
         own.append(logprobs[token])
-        values.append(top.values)
-        ids.append(top.indices)
+        values.append(logprobs[likeliest])
+        ids.append(likeliest)
     if not own:
         return []
     # Three transfers, for which a GPU's host waits once each.

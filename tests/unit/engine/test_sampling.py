@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.sampling.logits_shaping import deficits, kept_tokens
+from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import gumbel, row_key
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from scheduler.sampling import SamplingParameters
@@ -162,6 +163,41 @@ def test_filters_keep_what_transformers_keeps(vocabulary_size: int, spread: floa
             expected = MinPLogitsWarper(m)(None, expected)
         supports = [set(line.isfinite().nonzero()[:, 0].tolist()) for line in expected]
         assert kept(deficit, SamplingParameters(temperature=0.8, top_k=k, top_p=p, min_p=m)) == supports
+
+
+def test_a_top_p_that_cuts_a_large_top_k_does_not_depend_on_the_company() -> None:
+    line = torch.randn(1, 20000, generator=torch.Generator().manual_seed(12)) * 2.5
+    sampling = SamplingParameters(temperature=1, top_k=700, top_p=0.5)
+    expected = TopPLogitsWarper(0.5)(None, TopKLogitsWarper(700)(None, line)).isfinite().nonzero()[:, 1]
+    assert kept(deficit_of(line), sampling) == [set(expected.tolist())]
+    rows = [context(seed=seed, temperature=1, top_k=700, top_p=0.5) for seed in range(300)]
+    alone = sample_tokens(line.expand(300, 20000), rows)
+    company = [context(seed=seed, temperature=1, top_k=700, top_p=0.999) for seed in range(300)]
+    between = [row for pair in zip(rows, company, strict=True) for row in pair]
+    assert sample_tokens(line.expand(600, 20000), between)[::2] == alone
+
+
+@pytest.mark.parametrize("zeros", [(0.0, -0.0), (-0.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_zeros_are_one_score(zeros: tuple[float, float], dtype: torch.dtype) -> None:
+    logits = torch.full((1, 1000), -1.0, dtype=dtype)
+    logits[0, 2], logits[0, 5] = zeros
+    assert sample_tokens(logits, [context()]) == [2]
+    assert sample_tokens(logits, [context(temperature=1, top_k=1)]) == [2]
+    assert sample_tokens(logits, [context(temperature=1, top_p=1e-9)]) == [2]
+    assert kept(deficit_of(logits), SamplingParameters(temperature=1, top_k=2)) == [{2, 5}]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 20])
+def test_of_equal_log_probabilities_the_lowest_ids_are_listed(count: int) -> None:
+    """The token that is chosen greedily comes first."""
+    logits = torch.randint(-3, 1, (20, 1000), generator=torch.Generator().manual_seed(13)).bfloat16()
+    logits[:, ::7] *= -0.0
+    greedy = sample_tokens(logits, [context()] * 20)
+    for line, token, found in zip(logits, greedy, token_logprobs(logits, greedy, count), strict=True):
+        expected = sorted(range(1000), key=lambda each, line=line.tolist(): (-line[each], each))[:count]
+        assert [each for each, _ in found.top] == expected
+        assert expected[:1] in ([], [token])
 
 
 def test_filters_break_ties_by_id() -> None:
