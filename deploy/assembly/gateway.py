@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from deploy.assembly.secrets import SecretError, check_keys, check_pem, secret_from_environment, secret_from_file
+from deploy.assembly.secrets import client_secrets
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
 from engine.models.fetching import fetch_tokenizer
@@ -29,7 +28,6 @@ from services.gateway.settings import (
     SamplingDefaults,
     model_sampling_defaults,
 )
-from services.receipts.signing import ReceiptKey
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_link import Resolve
 from services.scheduler_client.remote import SchedulerClient
@@ -76,47 +74,19 @@ async def start_gateway(
 
 def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:
     """Reads the keys that the configuration names, and checks its certificate. Raises SecretError."""
-    gateway = config.gateway
-    if config.auth.tls is not None:
-        check_pem("auth.tls", config.auth.tls)
+    gateway, secrets = config.gateway, client_secrets(config)
     listen: dict[str, Any] = {"host": gateway.host, "tls": config.auth.tls}
     return GatewaySettings(
         **{name: getattr(gateway, name) for name in RequestSettings.model_fields},
         model_names=(config.served_name,),
-        api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
+        api_keys=secrets.api_keys,  # type: ignore[arg-type]  # pydantic hides them
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
         share_prefix_cache=config.auth.share_prefix_cache,
         sampling=sampling,
-        receipt_key=_receipt_key(gateway.receipt_key_file),  # type: ignore[arg-type]  # pydantic hides it
+        receipt_key=secrets.receipt_key,  # type: ignore[arg-type]  # pydantic hides it
         http=ListenSettings(port=gateway.port, **listen),
         grpc=ListenSettings(port=gateway.grpc_port or 0, **listen),
     )
-
-
-def _api_keys(config: SpoolConfig) -> list[str]:
-    auth = config.auth
-    keys = [key.get_secret_value() for key in auth.api_keys]
-    if auth.api_keys_env is not None:
-        named = secret_from_environment("auth.api_keys_env", auth.api_keys_env)
-        from_environment = [key.strip() for key in named.split(",") if key.strip()]
-        check_keys("auth.api_keys_env", from_environment)
-        keys += from_environment
-    if auth.api_keys_file is not None:
-        from_file = secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
-        check_keys("auth.api_keys_file", from_file)
-        keys += from_file
-    return keys
-
-
-def _receipt_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    pem = secret_from_file("gateway.receipt_key_file", file)
-    try:
-        ReceiptKey(pem)
-    except ValueError as error:
-        raise SecretError(f"gateway.receipt_key_file is {file}: {error}") from error
-    return pem
 
 
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:

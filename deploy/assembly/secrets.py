@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificates
 
-from deploy.config.ingress import InternalSettings
+from deploy.config.ingress import AuthSettings, InternalSettings
+from deploy.config.spool_config import SpoolConfig
 from services.gateway.settings import TlsFiles
+from services.receipts.signing import ReceiptKey
+from services.rpc.bearer import KEY_FORM, is_key
 from services.rpc.channel_security import ChannelSecurity
 
 
@@ -46,16 +49,59 @@ def channel_security(settings: InternalSettings) -> ChannelSecurity:
 
 
 def secret_from_environment(field: str, name: str) -> str:
-    value = os.environ.get(name, "").strip()
-    if not value:
+    value = os.environ.get(name)
+    if value is None:
         raise SecretError(f"{field} is {name}, and the environment has no such variable")
-    return value
+    if not value.strip():
+        raise SecretError(f"{field} is {name}, a variable that is empty")
+    return value.strip()
 
 
-def check_keys(field: str, keys: Iterable[str]) -> None:
-    """Raises SecretError unless clients can send each of the API keys that the field names."""
-    if not all("!" <= letter <= "~" for key in keys for letter in key):
-        raise SecretError(f"{field} names a key with characters other than printable ASCII")
+@dataclass(frozen=True, slots=True)
+class ClientSecrets:
+    """What a gateway needs in order to serve clients, beside what stands in its configuration."""
+
+    api_keys: tuple[str, ...]
+    receipt_key: str | None
+
+
+def client_secrets(config: SpoolConfig) -> ClientSecrets:
+    """Reads the keys without a name, from wherever the configuration says, and the key for receipts; checks the
+    certificate. Raises SecretError for what cannot be used, and for a source of keys that holds none."""
+    if config.auth.tls is not None:
+        check_pem("auth.tls", config.auth.tls)
+    return ClientSecrets(tuple(_api_keys(config.auth)), _receipt_key(config.gateway.receipt_key_file))
+
+
+def _api_keys(auth: AuthSettings) -> list[str]:
+    keys = [key.get_secret_value() for key in auth.api_keys]
+    if (name := auth.api_keys_env) is not None:
+        keys += _usable("auth.api_keys_env", name, secret_from_environment("auth.api_keys_env", name).split(","))
+    if (file := auth.api_keys_file) is not None:
+        keys += _usable("auth.api_keys_file", file, secret_from_file("auth.api_keys_file", file).splitlines())
+    return keys
+
+
+def _usable(field: str, source: object, parts: list[str]) -> list[str]:
+    """The keys among the parts of a source. A server that was to ask for keys, and found none, would be open."""
+    keys = [key for part in parts if (key := part.strip())]
+    if not keys:
+        raise SecretError(f"{field} is {source}, which holds no key, must hold at least one")
+    for number, key in enumerate(keys, 1):
+        if not is_key(key):
+            raise SecretError(f"{field} is {source}, whose key {number} {KEY_FORM}")
+    return keys
+
+
+def _receipt_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    pem = secret_from_file("gateway.receipt_key_file", file)
+    try:
+        ReceiptKey(pem)
+    except ValueError as error:
+        raise SecretError(f"gateway.receipt_key_file is {file}: {error}") from error
+    return pem
 
 
 def check_pem(field: str, tls: TlsFiles) -> None:

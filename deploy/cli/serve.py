@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from deploy.assembly.secrets import SecretError, channel_security
+from deploy.assembly.secrets import SecretError, channel_security, client_secrets
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
 from deploy.cluster.client import application_state, connected, ray_log_folder, serve_client, stop_application
 from deploy.cluster.deployment import deploy, watch
@@ -53,6 +53,7 @@ def serve(config: SpoolConfig, detach: bool) -> int:
 def serve_without_ray(config: SpoolConfig) -> int:
     """Exit code 0 once it was stopped. Raises UsageError and RunError."""
     _check_without_ray(config)
+    _check_secrets(config)
     state = StateFolder()
     config, security = _named(config.on_one_machine(), state), _security(config)
     app_name = config.ray.app_name
@@ -75,6 +76,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     state, app_name = StateFolder(), config.ray.app_name
     if state.is_alive(app_name):
         raise _served_already(app_name)
+    _check_secrets(config)
     check_ports(config)
     reporter = Reporter()
     prepare_models(config, reporter)
@@ -176,14 +178,18 @@ def _check_without_ray(config: SpoolConfig) -> None:
         )
 
 
-def _security(config: SpoolConfig) -> ChannelSecurity:
-    """The secrets are read here and passed to the processes. Loopback is open to every user of the machine."""
-    if not config.internal.chosen:
-        return ChannelSecurity(token=random_token())
+def _check_secrets(config: SpoolConfig) -> None:
+    """Where all processes run on this machine, with this environment: before anything is loaded."""
     try:
-        return channel_security(config.internal)
+        client_secrets(config)
+        channel_security(config.internal)
     except SecretError as error:
         raise UsageError(str(error)) from error
+
+
+def _security(config: SpoolConfig) -> ChannelSecurity:
+    """The secrets are read here and passed to the processes. Loopback is open to every user of the machine."""
+    return channel_security(config.internal) if config.internal.chosen else ChannelSecurity(token=random_token())
 
 
 def _served(

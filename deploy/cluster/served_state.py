@@ -87,7 +87,7 @@ class StateFolder:
     def ray_token_file(self) -> Path:
         """The token of all Rays started here; without one, Ray would leave one in the user's home."""
         file = self.path / "ray_token"
-        if not file.is_file():
+        if not (file.is_file() and file.read_text().strip()):
             self._write_private(file, secrets.token_hex(32))
         return file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 from services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles
+from services.rpc.bearer import KEY_FORM, is_key
 
 _SHORTEST_TOKEN = 16
-_KEY = re.compile(r"[!-~]+")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 class GatewaySettings(RequestSettings, Scaled):
@@ -70,6 +72,8 @@ class KeySettings(Section):
     def problems(self) -> Iterator[str]:
         if not _DIGEST.fullmatch(self.digest):
             yield "digest is no SHA-256 in hexadecimal, must be 64 digits of 0-9 and a-f"
+        if self.digest == _DIGEST_OF_NOTHING:
+            yield "digest is that of no characters at all, must be a key's: the variable that was hashed was empty"
 
     @property
     def key_class(self) -> KeyClass:
@@ -95,8 +99,8 @@ class AuthSettings(Section):
 
     def problems(self) -> Iterator[str]:
         for number, key in enumerate(self.api_keys):
-            if not _KEY.fullmatch(key.get_secret_value()):
-                yield f"api_keys.{number} is a key with characters other than printable ASCII"
+            if not is_key(key.get_secret_value()):
+                yield f"api_keys.{number} {KEY_FORM}"
         for field in ("name", "digest"):
             values = [getattr(key, field) for key in self.keys]
             for number, value in enumerate(values):
@@ -130,8 +134,8 @@ class InternalSettings(Section):
         token = self.token.get_secret_value() if self.token is not None else None
         if token is not None and len(token) < _SHORTEST_TOKEN:
             yield f"token has {len(token)} characters, must have at least {_SHORTEST_TOKEN}"
-        if token is not None and not _KEY.fullmatch(token):
-            yield "token has characters other than printable ASCII"
+        if token is not None and not is_key(token):
+            yield f"token {KEY_FORM}"
 
     @property
     def chosen(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from services.rpc.bearer import KEY_FORM, is_key
 from services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
 from services.rpc.listening import bind
 
@@ -55,8 +56,8 @@ class ChannelSecurity:
         if self.token:
             if len(self.token) < _MIN_TOKEN_LENGTH:
                 raise ValueError(f"token has {len(self.token)} characters, must have at least {_MIN_TOKEN_LENGTH}")
-            if not self.token.isascii() or not self.token.isprintable() or " " in self.token:
-                raise ValueError("token must be printable ASCII without spaces")
+            if not is_key(self.token):
+                raise ValueError(f"token {KEY_FORM}")
         missing = [name for name in _FILES if not getattr(self, name)]
         if 0 < len(missing) < len(_FILES):
             raise ValueError(f"{', '.join(missing)} must be given too: mutual TLS takes {', '.join(_FILES)}")

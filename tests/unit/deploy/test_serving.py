@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from protos import scheduler_pb2
 from scheduler.messages import Role
 from services.gateway.settings import SamplingDefaults
 from tests.support.certificates import issue
+from tests.support.command_line import spool_here
 
 TOKEN = "a-token-of-some-length"
 BOTH = {Role.TARGET: 1.0, Role.DRAFT: 1.0}
@@ -102,13 +104,54 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
         channel_security(InternalSettings(token_env="SECRET"))
 
 
-def test_keys_that_no_client_can_send_are_named_by_their_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYS", "plain, schlüssel")
-    (tmp_path / "keys").write_text("plain\nschlüssel\n")
-    for field, value in (("api_keys_env", "KEYS"), ("api_keys_file", tmp_path / "keys")):
-        config = load_configuration(None, [f"auth.{field}={value}"])
-        with pytest.raises(SecretError, match=rf"^auth\.{field} names a key with characters other than"):
-            gateway_settings(config, SamplingDefaults())
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("run", [(), ("--no-ray",)])
+def test_a_source_of_keys_that_holds_none_does_not_open_the_server(
+    host: str, run: tuple[str, ...], tmp_path: Path, state: StateFolder
+) -> None:
+    """Nor does one with keys that no client can send. The error comes before anything is loaded."""
+    files = {
+        "empty": "",
+        "blank": "\n \n\t\n",
+        "foreign": "plain\nschl\u00fcssel\n",
+        "binary": b"\xff\xfe",
+        "words": "plain\n\na phrase\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    variables = {"COMMAS": ",", "SPACED": " , ,", "EMPTY": "", "BLANK": "  ", "FOREIGN": "plain, schl\u00fcssel"}
+    form = "must be printable ASCII without spaces, at least one character"
+    for field, value, complaint in (
+        ("auth.api_keys_env", "COMMAS", "is COMMAS, which holds no key, must hold at least one"),
+        ("auth.api_keys_env", "SPACED", "is SPACED, which holds no key"),
+        ("auth.api_keys_env", "EMPTY", "is EMPTY, a variable that is empty"),
+        ("auth.api_keys_env", "BLANK", "is BLANK, a variable that is empty"),
+        ("auth.api_keys_env", "UNSET", "is UNSET, and the environment has no such variable"),
+        ("auth.api_keys_env", "FOREIGN", f"is FOREIGN, whose key 2 {form}"),
+        ("auth.api_keys_file", "empty", "/empty, which is empty"),
+        ("auth.api_keys_file", "blank", "/blank, which is empty"),
+        ("auth.api_keys_file", "foreign", f"/foreign, whose key 2 {form}"),
+        ("auth.api_keys_file", "words", f"/words, whose key 2 {form}"),
+        ("auth.api_keys_file", "binary", "/binary, which cannot be read"),
+        ("gateway.receipt_key_file", "blank", "/blank, which is empty"),
+        ("internal.token_env", "BLANK", "is BLANK, a variable that is empty"),
+        ("internal.token_file", "blank", "/blank, which is empty"),
+        ("auth.api_keys", "['']", form),
+        ("auth.api_keys", "[' ']", form),
+        ("internal.token", f"'{' ' * 20}'", form),
+        (
+            "auth.keys",
+            json.dumps([{"name": "a", "digest": sha256(b"").hexdigest()}]),
+            "digest is that of no characters",
+        ),
+    ):
+        settings = ["--host", host, "--set", f"{field}={value}"]
+        if not field.startswith("auth."):
+            settings += ["--set", "auth.api_keys=[k]"]
+        ended = spool_here("serve", "./no-such-model", *run, *settings, cwd=tmp_path, environment=variables)
+        assert ended.code == 2, (field, value)
+        assert field in ended.err, ended.err
+        assert complaint in ended.err
 
 
 def test_certificates_are_named_by_their_fields(tmp_path: Path) -> None:
@@ -184,6 +227,8 @@ def test_the_token_of_ray_is_made_once_and_private(state: StateFolder) -> None:
     assert os.stat(state.path).st_mode & 0o077 == 0
     content = file.read_text()
     assert StateFolder().ray_token_file().read_text() == content
+    file.write_text("\n")
+    assert len(StateFolder().ray_token_file().read_text()) == 64
 
 
 def test_messages_keep_their_numbers() -> None:
