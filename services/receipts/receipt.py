@@ -2,7 +2,8 @@
 (docs/exactness.md).
 
 In JSON, a receipt has a digest of each of its parts, by which a part that was changed is named, and perhaps a signature
-of these digests. The digest of the logits is that of a chain: of each token, its row of logits and all before them.
+of these digests. The digest of the logits is that of a chain: of each token, its row of logits and all before them. A
+sampling parameter that is younger than the receipt is missing there, and in the digest, and has its default.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.receipts.signing import ReceiptKey, check_signature
 
 VERSION = 1
 _HEXADECIMAL = re.compile("[0-9a-f]{16}")
+_PARAMETERS = {one.name for one in fields(SamplingParameters)}
 _FLOATS = {one.name for one in fields(SamplingParameters) if one.type == "float"}
 
 
@@ -40,7 +42,8 @@ class Receipt:
 
     def to_json(self, key: ReceiptKey | None = None) -> dict[str, Any]:
         """Signed where there is a key."""
-        digests = self._digests()
+        sampling = _plain(self.sampling)
+        digests = self._digests(sampling.keys())
         return {
             "version": VERSION,
             "model": self.model,
@@ -48,7 +51,7 @@ class Receipt:
             "prompt_token_ids": list(self.prompt),
             "output_token_ids": list(self.output),
             "logits_digests": [f"{digest:016x}" for digest in self.logits_digests],
-            "sampling": _plain(self.sampling),
+            "sampling": sampling,
             "digests": digests,
             "signature": None if key is None else key.sign(_signed(digests)),
         }
@@ -71,7 +74,7 @@ class Receipt:
             _logits_digests(data),
             _sampling(data.get("sampling")),
         )
-        found, digests = data.get("digests"), receipt._digests()
+        found, digests = data.get("digests"), receipt._digests(data["sampling"].keys())
         if not isinstance(found, dict) or found.keys() != digests.keys():
             raise ReceiptError(f"digests must be those of {', '.join(digests)}")
         for name, digest in digests.items():
@@ -94,7 +97,8 @@ class Receipt:
                 )
         return None
 
-    def _digests(self) -> dict[str, str]:
+    def _digests(self, parameters: Set[str]) -> dict[str, str]:
+        """`parameters`: the names of the sampling parameters that the receipt has."""
         sampling = _plain(self.sampling)
         seed, grammar = sampling.pop("seed"), sampling.pop("grammar")
         chain = b""
@@ -106,7 +110,7 @@ class Receipt:
             "prompt": _digest(self.prompt),
             "output": _digest(self.output),
             "logits": chain.hex(),
-            "sampling": _digest(sampling),
+            "sampling": _digest({name: value for name, value in sampling.items() if name in parameters}),
             "seed": _digest(seed),
             "grammar": _digest(grammar),
         }
@@ -149,8 +153,13 @@ def _plain(sampling: SamplingParameters) -> dict[str, Any]:
     }
 
 
-def _sampling(plain: Any) -> SamplingParameters:
+def _sampling(found: Any) -> SamplingParameters:
+    if not isinstance(found, dict):
+        raise ReceiptError("sampling must be a JSON object")
+    for name in found.keys() - _PARAMETERS:
+        raise ReceiptError(f"sampling.{name} is not known; a newer version may have written the receipt")
     try:
+        plain = _plain(SamplingParameters()) | found
         grammar = plain["grammar"]
         values = plain | {
             "logit_bias": {int(token): value for token, value in plain["logit_bias"].items()},

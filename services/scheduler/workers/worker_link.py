@@ -438,7 +438,7 @@ class WorkerLink:
             return
         step = self._in_flight.pop(reply.step_id, None)
         if step is None:
-            raise self._unreachable(f"it answered step {reply.step_id}, which was not sent")
+            raise self._unreachable(f"it answered step {reply.step_id}, which awaits no answer")
         try:
             results = results_from_wire(step, reply)
         except ValueError as error:

@@ -6,19 +6,24 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
+import grpc.aio
 import pytest
 
+from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
 from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
+from services.worker.executor import TargetStepExecutor
+from services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import running_cell
-from tests.support.stand_in_worker import VOCABULARY, continuation
+from tests.support.stand_in_worker import VOCABULARY, StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -72,6 +77,28 @@ async def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None
         os.kill(target.process_id, signal.SIGCONT)
         await check(stream, [30, 31], 100, begun)
         assert service.workers.up == {"draft-0", "target-0"}
+
+
+class AnswersTwice(WorkerServer):
+    async def Steps(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.StepReply]:
+        async with aclosing(super().Steps(request_iterator, context)) as replies:
+            async for reply in replies:
+                yield reply
+                if reply.step_id:
+                    yield reply
+
+
+async def test_worker_that_answers_twice_is_lost_for_that_reason(caplog: pytest.LogCaptureFixture) -> None:
+    engine = StandInEngine()
+    server = AnswersTwice(TargetStepExecutor(engine, kv_store=engine.kv_store))
+    address = await server.start()
+    async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
+        await service.workers.add([WorkerEndpoint("target-0", Role.TARGET, address)])
+        service.submit([30, 31], 100)
+        await until(lambda: "is lost: it answered step 1, which awaits no answer" in caplog.text)
+    await server.stop(0)
 
 
 async def test_closing_fails_what_is_unfinished() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +67,10 @@ def test_it_is_read_as_it_was_written(sampling: SamplingParameters) -> None:
         (lambda data: data["logits_digests"].__setitem__(1, "FFFFFFFFFFFFFFFF"), r"logits_digests\[1\]"),
         (lambda data: data["sampling"].update(end_token_ids=[9, 2]), "sampling is not in the form"),
         (lambda data: data["sampling"].update(top_p=2), "sampling cannot be read: top_p is 2"),
-        (lambda data: data["sampling"].pop("min_p"), "sampling is not in the form"),
+        (lambda data: data["sampling"].pop("min_p"), "sampling and digests.sampling do not fit each other"),
+        (lambda data: data["sampling"].pop("top_k"), "sampling and digests.sampling do not fit each other"),
+        (lambda data: data["sampling"].update(top_j=2), r"sampling\.top_j is not known"),
+        (lambda data: data.update(sampling=[]), "sampling must be a JSON object"),
         (lambda data: data["digests"].pop("output"), "digests must be those of model, "),
         (lambda data: data["signature"].update(value=data["signature"]["value"].upper()), "signature.value"),
         (lambda data: data["signature"].update(public_key=OTHER.public), "signature.public_key is"),
@@ -77,6 +82,49 @@ def test_it_is_read_as_it_was_written(sampling: SamplingParameters) -> None:
 def test_a_change_of_form_is_refused_and_named(change: Callable[[dict[str, Any]], Any], place: str) -> None:
     with pytest.raises(ReceiptError, match=place):
         Receipt.from_json(changed(change), KEY.public)
+
+
+RELEASED = [
+    SamplingParameters(
+        temperature=0.75,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={70000: -3, 5: 1.5},
+        seed=MAX_SEED,
+        min_tokens=1,
+        end_token_ids=frozenset({9, 2}),
+        grammar=Grammar("start: /a+/", frozenset({2})),
+        bad_words=((4, 5), (6,)),
+    ),
+    SamplingParameters(),
+]
+"""Of the receipts of each release, which its own code wrote."""
+
+
+@pytest.mark.parametrize(
+    "release", sorted((Path(__file__).parent / "receipts").glob("*.jsonl")), ids=lambda path: path.stem
+)
+def test_receipts_of_every_release_are_read(release: Path) -> None:
+    receipts = [json.loads(line) for line in release.read_text(encoding="utf-8").splitlines()]
+    assert [Receipt.from_json(data).sampling for data in receipts] == RELEASED
+    signer = receipts[0]["signature"]["public_key"]
+    assert Receipt.from_json(receipts[0], signer).output == (4, 1, 5)
+
+
+def test_a_parameter_that_is_younger_than_the_receipt_has_its_default() -> None:
+    data = changed(lambda data: data.update(signature=None))
+    for name, default in (("bad_words", ()), ("min_p", 0.0), ("top_p", 1.0)):
+        del data["sampling"][name]
+        digested = {name: value for name, value in data["sampling"].items() if name not in ("seed", "grammar")}
+        canonical = json.dumps(digested, sort_keys=True, separators=(",", ":"))
+        data["digests"]["sampling"] = hashlib.sha256(canonical.encode()).hexdigest()
+        found = Receipt.from_json(data).sampling
+        assert getattr(found, name) == default
+        assert (found.top_k, found.seed, found.grammar) == (7, MAX_SEED, SAMPLING.grammar)
 
 
 def test_one_bit_anywhere_is_refused_and_named() -> None:
