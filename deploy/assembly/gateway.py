@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from deploy.assembly.secrets import client_secrets
 from deploy.assembly.tracing import request_tracing
 from deploy.config.spool_config import SpoolConfig
@@ -19,6 +17,7 @@ from scheduler.messages import Role
 from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app
+from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import (
     GatewaySettings,
@@ -48,12 +47,11 @@ async def start_gateway(
     drain_seconds: float,
     share_port: bool,
     running: AsyncExitStack,
-) -> tuple[CompletionEngine, ASGIApp]:
-    """Over the schedulers that `cells` name, one each; ends when `running` closes. It serves gRPC; the application is
-    for whoever serves HTTP.
+) -> tuple[CompletionEngine, str]:
+    """Serves HTTP, and gRPC where it has a port, over the schedulers that `cells` name, one each; returns the URL too.
 
-    Calls over gRPC then have `drain_seconds` to end. With `share_port` several gateways of a machine share its ports.
-    Raises SecretError, and OSError for a port that cannot be listened on.
+    Ends when `running` closes: requests under way then have `drain_seconds` to end. With `share_port` several gateways
+    of a machine share its ports. Raises SecretError, and OSError for a port that cannot be listened on.
     """
     tokenizer, sampling = await asyncio.to_thread(_model_files, config)
     settings = gateway_settings(config, sampling)
@@ -67,9 +65,13 @@ async def start_gateway(
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)
+    http = HttpServer(create_app(engine), settings.http, drain_seconds, share_port=share_port)
+    await running.enter_async_context(http)
     if config.gateway.grpc_port is not None:
         await running.enter_async_context(GrpcServer(engine, drain_seconds, share_port=share_port))
-    return engine, create_app(engine)
+    # Before anything else ends: both servers drain at the same time.
+    running.callback(http.begin_end)
+    return engine, http.url
 
 
 def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:

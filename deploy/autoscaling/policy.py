@@ -1,6 +1,7 @@
 """The policy as Ray Serve calls it, in its controller about ten times a second.
 
-The scheduler's replica decides; what it reports with its autoscaling statistics is followed here.
+The scheduler's replica decides on workers; what it reports with its autoscaling statistics is followed here. Gateways
+report their open requests.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
 from deploy.autoscaling.reporter import at_least_name, at_most_name
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from scheduler.messages import Role
 
+OPEN_REQUESTS = "open_requests"
+"""Name of what each gateway reports."""
+
 
 class FollowScheduler:
-    """Keeps each group of workers within what its scheduler wants, and lets the gateway follow its open requests.
+    """Keeps each group of workers within what its scheduler wants, and lets the gateways follow their open requests.
 
-    A group without a report keeps its number, so nothing changes while there is no scheduler.
+    What has no report keeps its number, so no worker comes or goes while there is no scheduler.
     """
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, float], dict[Any, Any]]:
@@ -29,7 +32,10 @@ class FollowScheduler:
         wanted: dict[Any, float] = {}
         if GATEWAY in by_name:
             deployment, context = by_name[GATEWAY]
-            wanted[deployment] = replica_queue_length_autoscaling_policy(context)[0]
+            # Means over the last half minute, as Serve has it by default.
+            open_requests = (context.aggregated_metrics or {}).get(OPEN_REQUESTS)
+            if open_requests:
+                wanted[deployment] = sum(open_requests.values()) / context.config.get_target_ongoing_requests()
         for cell in itertools.takewhile(lambda number: scheduler_name(number) in by_name, itertools.count(1)):
             reported = by_name[scheduler_name(cell)][1].raw_metrics
             for role in Role:

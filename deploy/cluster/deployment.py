@@ -8,9 +8,9 @@ from typing import Any
 
 from deploy.cluster.client import application_state, first_line, reason_of_failure, serve_client
 from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
+from deploy.errors import RunError
 from deploy.progress import Reporter
-from deploy.ray_app.serve_options import http_options, proxy_location, serve_content
+from deploy.ray_app.serve_options import PROXIES, serve_content
 
 _POLL_SECONDS = 0.3
 _WATCH_SECONDS = 2.0
@@ -21,8 +21,7 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     from ray import serve
 
     app_name = config.ray.app_name
-    serve.start(proxy_location=proxy_location(config), http_options=http_options(config))
-    _check_serve(config)
+    serve.start(proxy_location=PROXIES)
     try:
         if config.scales_workers:
             _deploy_file(config)
@@ -96,17 +95,6 @@ def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> 
                 tell(f"{name}: {now[0]} of {now[1]} replicas up")
             known[name] = now
         stop.wait(_WATCH_SECONDS)
-
-
-def _check_serve(config: SpoolConfig) -> None:
-    """A Serve that ran before keeps its own HTTP options, whatever is asked for."""
-    for name, wanted in http_options(config).items():
-        found = getattr(serve_client().http_config, name)
-        if found != wanted:
-            raise UsageError(
-                f"Serve runs on this Ray already with {name} {found!r}, and the configuration asks for {wanted!r}: "
-                "change gateway.* or auth.tls, or shut Serve down"
-            )
 
 
 def _failure(state: Mapping[str, Any]) -> str:

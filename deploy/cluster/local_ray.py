@@ -28,9 +28,8 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
     """The environment in which Ray is started, and joined, when it is Spool's own.
 
     Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
-    takes its place. Serve's proxies take answers from the gateways by gRPC, which costs both less than Ray's own calls.
-    Replicas are as nice as what started them, not Ray's 15: those that serve must not wait for whatever else runs.
-    Nothing is reported to Ray's makers.
+    takes its place. Replicas are as nice as what started them, not Ray's 15: those that serve must not wait for
+    whatever else runs. Nothing is reported to Ray's makers.
     """
     return {
         "RAY_AUTH_MODE": "token",
@@ -38,7 +37,6 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     }
 
 

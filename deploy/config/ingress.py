@@ -6,7 +6,6 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
@@ -26,11 +25,7 @@ class GatewaySettings(RequestSettings, Scaled):
     host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
     port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
     grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
-    http_on: Literal["every_node", "head_node"] = described(
-        "every_node", "Nodes that listen: all with replicas, or the head."
-    )
     autoscaling: GatewayAutoscaling | None = described(None, "Bounds within which replicas follow the open requests.")
-    max_ongoing_requests: int = described(8192, "Open HTTP requests of a replica; others wait.", ge=1, le=1_000_000)
     drain_seconds: float = described(30.0, "Time in which a departing replica ends its requests.", ge=1, le=86400)
     allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
     sampling: SamplingDefaults | None = described(None, "Sampling defaults. Unset: the model's, else OpenAI's.")

@@ -96,8 +96,6 @@ def _problems(config: SpoolConfig) -> Iterator[tuple[str, str]]:
     gateway = config.gateway
     if gateway.listens_on_loopback:
         yield "gateway.host", f"is {gateway.host!r}, must be 0.0.0.0 or :: to be reached from outside its pod"
-    if gateway.http_on != "every_node":
-        yield "gateway.http_on", f"is {gateway.http_on}, must be every_node: clients reach the gateways' pods"
     if config.ray.address is not None:
         yield "ray.address", f"is {config.ray.address!r}, must be unset: KubeRay says where Ray is"
     if not config.internal.chosen:

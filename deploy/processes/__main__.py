@@ -22,21 +22,17 @@ _WORKER_STOP_SECONDS = 2.0
 async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Its address is the HTTP server's."""
     from deploy.assembly.gateway import start_gateway
-    from services.gateway.http.server import HttpServer
 
-    shares = surroundings.config.gateway.replicas > 1
-    engine, app = await start_gateway(
+    engine, url = await start_gateway(
         surroundings.config,
         [surroundings.find_scheduler],
         gateway_id=surroundings.task.name,
         security=surroundings.security,
         drain_seconds=_GATEWAY_STOP_SECONDS,
-        share_port=shares,
+        share_port=surroundings.config.gateway.replicas > 1,
         running=running,
     )
-    http = HttpServer(app, engine.settings.http, _GATEWAY_STOP_SECONDS, share_port=shares)
-    await running.enter_async_context(http)
-    return Up(http.url, engine.backend.check_health)
+    return Up(url, engine.backend.check_health)
 
 
 async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -> Up:

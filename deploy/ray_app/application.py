@@ -28,8 +28,11 @@ logger = logging.getLogger(__name__)
 # Every gateway and worker may ask at once; none of these calls takes long.
 _SCHEDULER_CALLS = 10_000
 
-# A worker that does not start twice will not the third time, and each time costs a loading of weights.
+# What does not start twice will not the third time, and a worker loads weights each time.
 _START_ATTEMPTS = 2
+
+# For a gateway whose requests have ended.
+_END_SECONDS = 5.0
 
 # Serve replaces a replica that missed this limit three times in a row: not one whose host is cut off for half a minute.
 _HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 20.0}
@@ -121,8 +124,8 @@ def _gateway(gateway: GatewaySettings) -> serve.Deployment:
     return serve.deployment(Gateway).options(
         name=GATEWAY,
         ray_actor_options=gateway.actor_options(),
-        max_ongoing_requests=gateway.max_ongoing_requests,
-        graceful_shutdown_timeout_s=gateway.drain_seconds,
+        max_constructor_retry_count=_START_ATTEMPTS,
+        graceful_shutdown_timeout_s=gateway.drain_seconds + _END_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         **replica_options(gateway),
         **_HEALTH,

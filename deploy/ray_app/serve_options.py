@@ -1,4 +1,4 @@
-"""Options of Serve itself: where its proxies listen, how many replicas there are, and the file for `serve deploy`."""
+"""Options of Serve itself: how many replicas there are, and the file for `serve deploy`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,14 @@ from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 
-_LOCATIONS = {"every_node": "EveryNode", "head_node": "HeadOnly"}
+PROXIES = "Disabled"
+"""Where Serve's own HTTP proxies run: gateways listen themselves."""
 
 IMPORT_PATH = "deploy.ray_app.application:build"
 POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"
 
 # Serve collects what a deployment reports only where its number may change, if only from one to one.
 _REPORTING = {"min_replicas": 1, "max_replicas": 1, "metrics_interval_s": 0.5, "look_back_period_s": 5.0}
-
-
-def proxy_location(config: SpoolConfig) -> str:
-    """Nodes with an HTTP proxy."""
-    return _LOCATIONS[config.gateway.http_on]
-
-
-def http_options(config: SpoolConfig) -> dict[str, Any]:
-    """For Serve's HTTP proxies."""
-    options: dict[str, Any] = {"host": config.gateway.host, "port": config.gateway.port}
-    if config.auth.tls is not None:
-        options["ssl_certfile"] = str(config.auth.tls.certificate)
-        options["ssl_keyfile"] = str(config.auth.tls.key)
-    return options
 
 
 def replica_options(settings: Scaled) -> dict[str, Any]:
@@ -82,8 +69,4 @@ def serve_content(config: SpoolConfig) -> dict[str, Any]:
         "autoscaling_policy": {"policy_function": POLICY_PATH},
         "deployments": deployments,
     }
-    return {
-        "proxy_location": proxy_location(config),
-        "http_options": http_options(config),
-        "applications": [application],
-    }
+    return {"proxy_location": PROXIES, "applications": [application]}

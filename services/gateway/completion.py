@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Tracer
 
 from protos import worker_pb2
 from protos.scheduler_pb2 import ServedModel
@@ -68,7 +68,7 @@ class Usage:
 
 class Completion:
     """A request under way: `n` choices of each of `prompts`, the choices of the first prompt first. Receipts are signed
-    with `receipt_key`, if there is one.
+    with `receipt_key`, if there is one. `ended` is told attributes for traces, and why the request failed, if it did.
 
     Leaving the `with` block, or calling `cancel`, frees all unfinished sequences.
     """
@@ -81,7 +81,7 @@ class Completion:
         n: int,
         seed: int,
         form: AnswerForm,
-        span: Span,
+        ended: Callable[[dict[str, Any], str | None], None],
         receipt_key: ReceiptKey | None,
     ) -> None:
         self.request_id = uuid.uuid4().hex
@@ -94,7 +94,7 @@ class Completion:
         self.choices: list[Choice] = []
         self.prompts = prompts
         self.n = n
-        self._span = span
+        self._ended = ended
         self._failure: str | None = None
 
     def cancel(self) -> None:
@@ -172,7 +172,7 @@ class Completion:
         ends = ",".join(choice.finish_reason or "abort" for choice in self.choices)
         # Seeds can exceed the integers of traces.
         attributes = {f"spool.{name}": count for name, count in counts.items() if name != "seed"}
-        end_span(self._span, {**attributes, "spool.finish_reasons": ends}, self._failure)
+        self._ended({**attributes, "spool.finish_reasons": ends}, self._failure)
 
 
 class CompletionEngine:
@@ -195,6 +195,8 @@ class CompletionEngine:
         self._grammars = GrammarChecks(tokenizer.folder)
         key = settings.receipt_key
         self.receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
+        self.open_requests = 0
+        """Requests over both APIs that `start` was called for and whose completion has not ended."""
 
     async def model(self, name: str | None) -> tuple[str, ServedModel]:
         """The model's name and description; `name` is one of its names, or None.
@@ -236,14 +238,25 @@ class CompletionEngine:
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
         span = begin_request_span(self._tracing, current_traceparent(), current_request_id())
+        self.open_requests += 1
+
+        def ended(attributes: dict[str, Any], failure: str | None) -> None:
+            self.open_requests -= 1
+            end_span(span, attributes, failure)
+
         try:
-            return await self._start(model_name, prompts, options, span)
+            return await self._start(model_name, prompts, options, traceparent_of(span), ended)
         except BaseException as error:
-            end_span(span, {}, str(error) or type(error).__name__)
+            ended({}, str(error) or type(error).__name__)
             raise
 
     async def _start(
-        self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions, span: Span
+        self,
+        model_name: str | None,
+        prompts: Sequence[Prompt],
+        options: GenerationOptions,
+        traceparent: str,
+        ended: Callable[[dict[str, Any], str | None], None],
     ) -> Completion:
         arrived = time.perf_counter()
         name, info = await self.model(model_name)
@@ -276,14 +289,14 @@ class CompletionEngine:
             draft_length=options.draft_length,
             top_logprobs=options.top_logprobs,
             request_id=current_request_id(),
-            traceparent=traceparent_of(span),
+            traceparent=traceparent,
             key=current_key(),
             priority=options.priority,
             cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
             prompt_logprobs=options.prompt_logprobs,
             logits_digests=_receipts(options, self.settings.receipts, info, min(budgets)),
         )
-        completion = Completion(name, info, prepared, options.n, sampling.seed, form, span, self.receipt_key)
+        completion = Completion(name, info, prepared, options.n, sampling.seed, form, ended, self.receipt_key)
         deadline = arrived + self._timeout(options)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -86,7 +87,7 @@ def cell(
             "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
             "target": {**PACED, "replicas": 2, "drain_seconds": LONG, "kv_pages": KV_PAGES},
         },
-        "gateway": {"port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
+        "gateway": {"port": http_port, "grpc_port": grpc_port, "drain_seconds": LONG},
         "internal": {"token_file": str(token)},
     }
     with ray_cluster.further_nodes([{}, {}]) as cluster:
@@ -167,6 +168,34 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     assert (after["kv_moves"]["failed"], after["throughput"]["failed"], after["throughput"]["refused"]) == failed
     assert before["replicas"]["explanation"].startswith("2 targets: ")
     assert after["replicas"]["explanation"].startswith("1 target: ")
+
+
+def test_a_gateway_comes_with_open_requests_and_one_that_leaves_ends_its_streams(cell: Cell) -> None:
+    """Both listen on one port. Streams go on at the one that leaves, and new requests go to the other."""
+    gateway = cell.configuration["gateway"]
+    scaled = {"max_replicas": 2, "target_ongoing_requests": MANY // 2, "upscale_delay_seconds": 0}
+    application = Application(cell.url, f"127.0.0.1:{cell.grpc_port}", MODEL, 0, {})
+    asked = cases(8, max_tokens=200)
+    expected = oracle(cell.plain, asked)
+
+    def processes(status: str) -> set[int | None]:
+        """Those that have the port of HTTP open in this way."""
+        port = int(cell.url.rpartition(":")[2])
+        connections = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
+        return {one.pid for one in connections if one.status == status}
+
+    async def load() -> list[str]:
+        async with streaming(application) as client, ConstantLoad(client, asked, MANY) as load:
+            await asyncio.to_thread(wait_until, lambda: len(processes("LISTEN")) == 2, "a second gateway", 2 * LONG)
+            async with streaming(application) as other, ConstantLoad(other, asked, MANY) as more:
+                await asyncio.to_thread(wait_until, lambda: len(processes("ESTABLISHED")) == 2, "both have streams")
+                cell.deploy()
+                await asyncio.to_thread(wait_until, lambda: len(processes("LISTEN")) == 1, "one gateway listens")
+                assert len(processes("ESTABLISHED")) == 2
+        return faults_of([*load.records, *more.records], expected)
+
+    cell.deploy(gateway={**gateway, "autoscaling": scaled})
+    assert asyncio.run(load()) == []
 
 
 def test_another_draft_model_and_targets_of_two_ranks_change_no_answer(cell: Cell) -> None:

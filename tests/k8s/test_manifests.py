@@ -143,7 +143,7 @@ def test_only_the_cell_reaches_workers_and_scheduler(manifests: list[Manifest]) 
     assert gateway == [cell, {"ports": [{"port": "http"}, {"port": "grpc"}]}]
     head = open_to({**pods, "ray.io/group": "headgroup", "ray.io/node-type": "head"})
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
-    assert head == [cell, {"from": [operator], "ports": [{"port": "dashboard"}, {"port": "serve"}]}]
+    assert head == [cell, {"from": [operator], "ports": [{"port": "dashboard"}]}]
 
 
 def test_pods_run_ray_as_spool_serve_does(

@@ -147,7 +147,6 @@ def test_groups_without_a_draft_model_fetch_nothing(tmp_path: Path, field: str, 
     ("changes", "message"),
     [
         ([("gateway.host", "127.0.0.1")], "gateway.host is '127.0.0.1', must be 0.0.0.0 or :: to be reached from"),
-        ([("gateway.http_on", "head_node")], "gateway.http_on is head_node, must be every_node"),
         ([("ray.address", "auto")], "ray.address is 'auto', must be unset"),
         ([("internal", {})], "internal names neither a token nor TLS"),
         ([("scheduler.resources", {})], "scheduler.resources is empty, must reserve a resource of its own"),

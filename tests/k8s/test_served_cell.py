@@ -54,7 +54,6 @@ def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port
     operations = yaml.safe_load((overlay("cpu-demo") / "rendered" / "rayservice.yaml").read_text())
     fields = {one["path"]: one["value"] for one in operations}
     config = yaml.safe_load(fields["/spec/serveConfigV2"])
-    config["http_options"] = {"host": "127.0.0.1", "port": http_port}
     (application,) = config["applications"]
     # Where the pods have them from their Secret.
     application["runtime_env"] = {"env_vars": SECRETS}

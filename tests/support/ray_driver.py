@@ -45,7 +45,7 @@ def list_metrics(_: str) -> list[str]:
 def deploy(file: str) -> str:
     """As the dashboard does that `serve deploy` speaks to."""
     config = ServeDeploySchema.model_validate(yaml.safe_load(Path(file).read_text()))
-    serve.start(proxy_location=config.proxy_location, http_options=config.http_options.model_dump())
+    serve.start(proxy_location=config.proxy_location)
     client = _get_global_client()
     assert client is not None
     client.deploy_apps(config)

@@ -14,13 +14,14 @@ from services.gateway.api_keys import ApiKeys, bearer_of_basic
 from services.gateway.dashboard.routes import DASHBOARD_PATH
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.openai_errors import error_response
+from services.gateway.http.service_routes import BALANCED_PATH
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import Limits
 from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ping")
+OPEN_PATHS = ("/health", "/ping", BALANCED_PATH)
 _MONITORED = (*OPEN_PATHS, "/metrics", "/load")
 
 # Pages for browsers, which cannot send a bearer's key by themselves. Requests for them have no effect, so a page of
@@ -67,7 +68,7 @@ class RequestIds:
 
 
 class KeyGate:
-    """Requires an API key, except on /health and /ping, and notes the key's name for the request."""
+    """Requires an API key, except on OPEN_PATHS, and notes the key's name for the request."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics) -> None:
         self._app = app

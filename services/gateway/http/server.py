@@ -1,4 +1,4 @@
-"""Runs the HTTP application without Ray Serve."""
+"""The gateway's own HTTP server."""
 
 from __future__ import annotations
 
@@ -69,10 +69,14 @@ class HttpServer:
             raise RuntimeError("the HTTP server ended at its start")
         return self
 
+    def begin_end(self) -> None:
+        """No connection is accepted any more, and the time for draining begins; the end of the block waits for it."""
+        self._server.should_exit = True
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.should_exit = True
+        self.begin_end()
         if self._run is not None:
             await self._run
 
@@ -122,7 +126,8 @@ def _bind(listen: ListenSettings, share_port: bool) -> socket.socket:
         if share_port:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(address)
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        where = f"host {listen.host}, port {listen.port}"
+        raise OSError(error.errno, f"{where}: cannot be bound: {error.strerror}") from error
     return bound

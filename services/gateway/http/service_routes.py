@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from importlib.metadata import version
 
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from protos.scheduler_pb2 import ServedModel, StatusReply
 from protos.worker_pb2 import ROLE_TARGET
+from services.backend.interface import BackendUnavailableError
 from services.gateway.completion import CompletionEngine
 from services.gateway.http.generation_routes import ERRORS
 from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
@@ -28,6 +30,10 @@ from services.receipts.fingerprint import fingerprint_name
 from services.scheduler_client.remote import workers_in_use
 
 DISTRIBUTION = "spool-serve"
+BALANCED_PATH = "/-/healthz"
+"""Where Ray Serve's proxies say whether they are well."""
+
+_REPLACEMENT_SECONDS = 30.0
 
 
 def service_router(engine: CompletionEngine) -> APIRouter:
@@ -101,6 +107,23 @@ def open_router(engine: CompletionEngine) -> APIRouter:
     async def health() -> Status:
         """For readiness probes: 200 if a target worker is up, 503 otherwise."""
         await engine.check_ready()
+        return Status(status="ok")
+
+    last_ready = -math.inf
+
+    @router.get(BALANCED_PATH)
+    async def balanced() -> Status:
+        """For load balancers and Kubernetes: 503 if no target worker has been up for half a minute.
+
+        Requests wait as long for a scheduler that is being replaced, so clients need not be sent elsewhere before.
+        """
+        nonlocal last_ready
+        try:
+            await engine.check_ready()
+            last_ready = time.monotonic()
+        except BackendUnavailableError:
+            if time.monotonic() - last_ready > _REPLACEMENT_SECONDS:
+                raise
         return Status(status="ok")
 
     return router

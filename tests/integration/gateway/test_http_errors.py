@@ -311,6 +311,7 @@ def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
         assert response.status_code == http.get("/health").status_code == 503
         assert response.headers["retry-after"] == "1"
         assert error_of(response)
+        assert http.get("/-/healthz").status_code == 503
         assert http.get("/ping").status_code == 200
         assert http.get("/metrics").status_code == 200
 

@@ -18,6 +18,7 @@ from services.rpc.channel_security import ChannelSecurity
 from tests.integration.gateway.expected import TIMEOUT
 from tests.integration.gateway.test_http_tools import ASK, CALL, STOP, TOOLS, Open, talk
 from tests.support.chat_templates import HERMES, MISTRAL, QWEN3_CODER, THINKING
+from tests.support.ports import free_ports
 from tests.unit.services.test_tokenizer import byte_level
 
 __all__ = ["talk"]
@@ -179,7 +180,8 @@ def test_a_template_that_reads_the_clock_is_named_at_the_start(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d') }}")
-    config = load_configuration(None, [f"models.target={tmp_path}", "gateway.grpc_port=null", *options])
+    port = f"gateway.port={free_ports(1)[0]}"
+    config = load_configuration(None, [f"models.target={tmp_path}", "gateway.grpc_port=null", port, *options])
 
     async def start() -> None:
         async with AsyncExitStack() as running:

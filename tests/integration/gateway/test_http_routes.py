@@ -16,6 +16,9 @@ from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
+OPEN = ("/health", "/ping", "/-/healthz")
+"""Routes for probes, which have no key."""
+
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
@@ -60,14 +63,15 @@ def test_routes_that_are_not_there_name_what_to_use(http: httpx.Client, route: s
 
 
 def test_health_load_and_version(http: httpx.Client) -> None:
-    assert http.get("/health").json() == http.get("/ping").json() == {"status": "ok"}
+    for path in OPEN:
+        assert http.get(path).json() == {"status": "ok"}
     load = http.get("/load").json()
     assert load["server_load"] == load["running"] == load["waiting"] == 0
     assert {worker["role"] for worker in load["workers"]} == {"draft", "target"}
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", http.get("/version").json()["version"])
 
 
-def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None:
+def test_every_route_but_those_of_probes_takes_a_key(gateways: Gateways) -> None:
     keys = (SecretStr("first-key"), SecretStr("second-key"))
     with (
         gateways.serve(GatewaySettings(api_keys=keys)) as served,
@@ -80,7 +84,7 @@ def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None
         for method, path in routes:
             path = path.replace("{model}", "x")
             response = http.request(method, path)
-            if path in ("/health", "/ping"):
+            if path in OPEN:
                 assert response.status_code == 200
                 continue
             assert response.status_code == 401, path

@@ -67,7 +67,7 @@ def served(
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": STREAMS, "policy": "ragged"},
         "groups": {"cells": 2, "draft": {**PACED, "replicas": 1}, "target": {**PACED, "replicas": 2}},
-        "gateway": {"http_on": "head_node", "drain_seconds": 2},
+        "gateway": {"drain_seconds": 2},
     }
     with (
         ray_cluster.further_nodes([{}, {}]) as cluster,

@@ -107,7 +107,7 @@ def served(
             "target": two | {"resources": {"large_gpu": 1}, "environment": dying_of_poison()},
         },
         "scheduler": {"resources": {"control": 0.1}},
-        "gateway": {"replicas": 2, "resources": {"control": 0.1}, "http_on": "head_node", "drain_seconds": 2},
+        "gateway": {"replicas": 2, "resources": {"control": 0.1}, "drain_seconds": 2},
         "logging": {"format": "json", "level": "debug"},
         "tracing": {"endpoint": "console"},
     }

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
-    """A cell that answers is enough; 503 within two seconds where none does."""
+    """A cell that answers is enough; 503 within two seconds where none does. Balancers do not hear of that yet."""
     resolve, heard = [Whereabouts(), Whereabouts()], Heard()
     async with AsyncExitStack() as stack:
         schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
@@ -35,3 +35,4 @@ async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
                 began = time.monotonic()
                 assert (await http.get("/health")).status_code == status
                 assert time.monotonic() - began < 2
+                assert (await http.get("/-/healthz")).status_code == 200

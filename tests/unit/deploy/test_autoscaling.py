@@ -15,15 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from deploy.autoscaling.control import GroupControl
-from deploy.autoscaling.policy import FollowScheduler
+from deploy.autoscaling.policy import OPEN_REQUESTS, FollowScheduler
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.placement import WorkerAutoscaling
 from deploy.ray_app.application import settled
-from deploy.ray_app.serve_options import serve_content
+from deploy.ray_app.serve_options import replica_options, serve_content
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import Role
@@ -236,3 +237,15 @@ def test_each_cell_follows_its_own_scheduler() -> None:
         "t3": deployment("TargetWorker-3"),
     }
     assert FollowScheduler()(contexts)[0] == {"t": 3.0, "t2": 2.0}
+
+
+@pytest.mark.parametrize(("reported", "wanted"), [([96.0, 104.0], {"g": 4.0}), ([0.0], {"g": 0.0}), ([], {})])
+def test_gateways_follow_the_requests_open_at_all_of_them(reported: list[float], wanted: dict[str, float]) -> None:
+    """Without a report the number stays."""
+    of_replicas = {OPEN_REQUESTS: dict(enumerate(reported))} if reported else {}
+    (scaling,) = replica_options(
+        load_configuration(None, ["gateway.autoscaling={max_replicas: 9, target_ongoing_requests: 50}"]).gateway
+    ).values()
+    config = AutoscalingConfig.model_validate(scaling)
+    context: Any = SimpleNamespace(deployment_name="Gateway", aggregated_metrics=of_replicas, config=config)
+    assert FollowScheduler()({"g": context})[0] == wanted

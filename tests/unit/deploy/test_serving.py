@@ -180,11 +180,11 @@ def test_certificates_are_named_by_their_fields(tmp_path: Path) -> None:
 
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
-    overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={port: 81, http_on: head_node}"]
+    overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway.port=81"]
     config = load_configuration(None, overrides)
     content = yaml.safe_load(serve_file(config))
-    assert content["http_options"] == {"host": "127.0.0.1", "port": 81}
-    assert content["proxy_location"] == "HeadOnly"
+    # Gateways listen themselves.
+    assert content["proxy_location"] == "Disabled"
     [application] = content["applications"]
     assert configuration_from(application["args"]["settings"]) == config
 
