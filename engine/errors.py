@@ -32,6 +32,10 @@ class DraftVocabularyError(EngineError):
     """The file that names the tokens of a draft's head does not hold what it must."""
 
 
+class DeviceLostError(EngineError):
+    """The device computes nothing more for this process, so the process has to end."""
+
+
 _NO_MEMORY = re.compile("(?i)memoryerror|out of memory|unable to allocate|allocate memory|enough memory")
 
 

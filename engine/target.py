@@ -57,6 +57,10 @@ class TargetEngine:
         self._grammars = grammars
         self._drafting = drafting
 
+    @property
+    def device_lost(self) -> bool:
+        return self._runner.device_lost
+
     def draft_with(self, drafting: Drafting, draft_id: str) -> None:
         """The target proposes by itself from now on."""
         self.description = replace(self.description, own_draft_id=draft_id)

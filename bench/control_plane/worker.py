@@ -38,6 +38,8 @@ _OVERSLEPT_SECONDS = 0.0002
 class PacedEngine:
     """Every token is the same one. Each draft token is accepted with the chance `agreement`, given those before it."""
 
+    device_lost = False
+
     def __init__(self, pace: Pace, agreement: float, batch: int, own_draft_id: str = "") -> None:
         self._pace = pace
         self._agreement = agreement

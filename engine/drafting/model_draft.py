@@ -66,6 +66,10 @@ class DraftEngine:
         self._chained = ChainedPasses(runner, limit, size, scan, token_ids) if chained else None
         self._ahead = AheadDrafting(description, runner, pool, token_ids, self._step)
 
+    @property
+    def device_lost(self) -> bool:
+        return self._runner.device_lost
+
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
         each.

@@ -46,6 +46,10 @@ class NgramEngine:
             max_num_batched_tokens=_PAGES,
         )
 
+    @property
+    def device_lost(self) -> bool:
+        return False
+
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         computing()
         started = time.perf_counter()

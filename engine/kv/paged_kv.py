@@ -12,7 +12,7 @@ import torch
 
 from engine.kv.groups import PageGroup, lanes_of
 from engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
-from engine.passes.device import on_device
+from engine.passes.device import host_buffer, on_device
 
 
 class LayerKv:
@@ -172,7 +172,7 @@ class PagedKv:
         """A copy of pages, `[pages, lanes, 2, kv_heads, ...]` as in a layer's pool, on the CPU."""
         # From a GPU in one gather and one copy, to memory that it writes by itself.
         found = self._by_page.index_select(0, on_device(pages, self._lanes.device))
-        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found) if found.is_cuda else found
+        return host_buffer(found.shape, found.dtype, found.device).copy_(found) if found.is_cuda else found
 
     def write_pages(self, pages: Sequence[int], content: torch.Tensor) -> None:
         """`content` as from `read_pages`, each page once."""
@@ -213,7 +213,7 @@ class PagedKvStore:
 
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
         self.layout.check(contents)
-        staging = torch.empty((len(pages), self.layout.page_bytes), dtype=torch.uint8, pin_memory=self._pool.is_cuda)
+        staging = host_buffer((len(pages), self.layout.page_bytes), torch.uint8, self._pool.device)
         for row, data in zip(staging.numpy(), contents, strict=True):
             row[:] = np.frombuffer(data, np.uint8)
         shape = (len(pages), -1, 2, *self._pool.shape[2:])

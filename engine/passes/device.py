@@ -14,6 +14,18 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether the device computes nothing more for this process: after a failed assertion, an illegal address or an
+    error of its memory every call fails, while running out of memory passes."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 `[numbers]`. To a GPU from pinned memory, so that the host does not wait for the copy."""
     return pinned(numbers, device).to(device, non_blocking=True)
@@ -21,8 +33,16 @@ def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def pinned(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 `[numbers]` on the CPU, where `device` can fetch it by itself."""
-    # torch keeps pinned memory until what reads it has run.
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    found = torch.tensor(numbers, dtype=torch.int64)
+    return found if device.type == "cpu" else host_buffer(found.shape, found.dtype, device).copy_(found)
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the CPU, not filled; pinned for a GPU, which then copies from and to it by itself."""
+    # torch keeps pinned memory until what reads it has run. Pinning opens a context on the current GPU: on the first
+    # one, unless the worker's own is current.
+    with current(device):
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class PassClock:

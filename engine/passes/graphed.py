@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.attention.backends import AttentionBackend, AttentionPlan, Span, tile_pages
 from engine.attention.paged_step import GroupStep, PagedStep
 from engine.kv.paged_kv import PagedKv
-from engine.passes.device import current
+from engine.passes.device import current, host_buffer
 from engine.passes.eager import forward
 from engine.passes.layout import PreparedPass, TokenBatch
 
@@ -123,8 +123,7 @@ class GraphedPasses:
 
     def _write(self, parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         """One part of the inputs after the other, each with zeros up to its size."""
-        # torch keeps pinned memory until what reads it has run, and has it ready for the next pass.
-        staging = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        staging = host_buffer([sum(sizes)], torch.int64, self._inputs.device).zero_()
         numbers, end = staging.numpy(), 0
         for part, size in zip(parts, sizes, strict=True):
             numbers[end : end + len(part)] = part

@@ -16,7 +16,7 @@ from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool, PageTable
 from engine.models.memory_plan import MAX_LOGITS_ROWS
 from engine.parallel.lead import Lead
-from engine.passes.device import PassClock, current
+from engine.passes.device import PassClock, current, is_lost
 from engine.passes.eager import EagerPasses
 from engine.passes.graphed import GraphedPasses
 from engine.passes.layout import BatchedSequence, TokenBatch
@@ -62,6 +62,11 @@ class ModelRunner:
         # The model searches its layers for it each time.
         self._device = model.device
         self._current_device = current(self._device)
+
+    @property
+    def device_lost(self) -> bool:
+        """Whether the device computes nothing more for this process."""
+        return is_lost(self._device)
 
     def padded(self, rows: int) -> int:
         """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""

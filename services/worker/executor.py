@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.description import EngineDescription
-from engine.errors import one_line
+from engine.errors import DeviceLostError, one_line
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.steps import (
@@ -58,6 +58,11 @@ class Engine(Protocol):
 
     @property
     def pool(self) -> PagePool: ...
+
+    @property
+    def device_lost(self) -> bool:
+        """Whether every later step must fail, too. Asked after a step that failed as a whole."""
+        ...
 
 
 class VerifyingEngine(Engine, Protocol):
@@ -208,6 +213,9 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                 if len(outcome.rows) != len(running):
                     raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
             except Exception as error:
+                if self.engine.device_lost:
+                    # Failed rows would blame their sequences, and a worker that fails at once looks idle.
+                    raise DeviceLostError(f"the device is lost: {one_line(error)}") from error
                 # How far the step came is unknown, so the KV of all its sequences may be wrong.
                 logger.exception("step %d failed as a whole", request.step_id)
                 for index, prepared, _ in running:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from engine.settings import EngineSettings
+from services.worker.ending import end_process
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class Gang:
         for process in list(self._processes.values()):
             process.kill()
         self._folder.cleanup()
-        logger.error("the worker ends: %s", reason)
-        logging.shutdown()
-        os._exit(1)
+        end_process(reason)
 
     def _run(self, rank: int, started: threading.Event) -> None:
         """Starts a rank and watches it until it has ended."""

@@ -40,6 +40,7 @@ from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.rpc.conversion import to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.workers.pairing import check_pairing
+from services.worker.ending import end_process
 from services.worker.executor import DraftingEngine, DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.gang import Gang
 from services.worker.server import WorkerServer, step_thread
@@ -145,9 +146,7 @@ async def serve_worker(
     await server.stop(arguments.grace_seconds)
     if server.busy:
         # A thread cannot be stopped, and the interpreter would wait for it.
-        logger.error("a step still runs %.1f s after the stop was asked for; leaving it", arguments.grace_seconds)
-        logging.shutdown()
-        os._exit(1)
+        end_process(f"a step still runs {arguments.grace_seconds:.1f} s after the stop was asked for")
     return 0
 
 

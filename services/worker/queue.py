@@ -8,12 +8,16 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from engine.errors import DeviceLostError
 from protos import worker_pb2
+from services.worker.ending import end_process
 from services.worker.executor import StepExecutor
 
 
 class StepQueue:
     """Runs the steps of `executor` on `thread`. The constructor and `add` are called on the event loop.
+
+    A device that is lost ends the process: its scheduler then recovers as from a kill.
 
     Where another step waits, the loop learns of a step's end only once the next pass is computing. Both threads share
     one interpreter: so the loop handles the reply during a pass, instead of delaying its start.
@@ -63,6 +67,8 @@ class StepQueue:
                 outcome: worker_pb2.StepReply | Exception = self._executor.execute(
                     request, arrived, lambda: self._tell(loop)
                 )
+            except DeviceLostError as error:
+                end_process(str(error))
             except Exception as error:
                 outcome = error
             self._began = None

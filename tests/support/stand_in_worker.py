@@ -42,6 +42,7 @@ MAX_LENGTH = 2000
 # Tokens that make the engine misbehave when they are fed, unless told not to.
 ROW_FAILS = 13
 STEP_FAILS = 14
+DEVICE_FAILS = 15
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -125,6 +126,7 @@ class StandInEngine:
         processor: str = "any",
     ) -> None:
         self.pool = PagePool(pages, page_size)
+        self.device_lost = False
         self.steps = 0
         self.step_seconds = step_seconds
         self.unlucky = unlucky
@@ -152,6 +154,9 @@ class StandInEngine:
         time.sleep(self.step_seconds)
         if self.unlucky and any(STEP_FAILS in row.tokens for row in rows):
             raise RuntimeError("the step\nexploded")
+        if any(DEVICE_FAILS in row.tokens for row in rows):
+            self.device_lost = True
+            raise RuntimeError("CUDA error: device-side assert triggered")
         outcomes = [self._row(row) for row in rows]
         seconds = time.perf_counter() - started
         fed = sum(len(row.tokens) for row in rows)

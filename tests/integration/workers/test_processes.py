@@ -17,11 +17,16 @@ import pytest
 
 from engine.settings import EngineSettings
 from protos import worker_pb2, worker_pb2_grpc
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
+from services.backend.sequence_stream import SequenceFailedError
 from services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
 from services.rpc.protocol_version import PROTOCOL_VERSION
-from tests.support.stand_in_worker import continuation
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import WorkerEndpoint
+from tests.support.cells import LINKS
+from tests.support.stand_in_worker import DEVICE_FAILS, continuation
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, until
 
@@ -169,6 +174,24 @@ async def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
         assert (await call.read()).step_id == 2
         assert await call.read() is grpc.aio.EOF
         await until(lambda: not alive(launcher.workers[0].process_id))
+
+
+async def test_a_lost_device_ends_its_worker_and_fails_nobody_else() -> None:
+    """The sequence that brings it about fails with its second loss; others go on elsewhere, as after a kill."""
+    async with (
+        WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.02)] * 3) as launcher,
+        SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service,
+    ):
+        await service.workers.add([WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers])
+        others = [service.submit([20 + number, *PROMPT], 100) for number in range(6)]
+        begun = [await anext(stream) for stream in others]
+        with pytest.raises(SequenceFailedError, match="lost"):
+            await anext(service.submit([*PROMPT, DEVICE_FAILS], 5))
+        for number, (first, stream) in enumerate(zip(begun, others, strict=True)):
+            rest = [token async for delta in stream for token in delta.tokens]
+            assert [*first.tokens, *rest] == continuation([20 + number, *PROMPT], 100)
+        assert service.statistics().workers_lost == 2
+        await until(lambda: sum(alive(one.process_id) for one in launcher.workers) == 1)
 
 
 def test_wrong_settings_are_named() -> None:

@@ -201,6 +201,7 @@ class PagedModel:
         self._spans = [group.slices * page_size for group in self._groups]
         self.pool = PagePool(pages, page_size, self._groups)
         self.trouble: Trouble | None = None
+        self.device_lost = False
         self.description = EngineDescription(
             model_id="paged",
             tokenizer_digest=b"paged",

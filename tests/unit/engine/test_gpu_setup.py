@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from engine.models.kernels import logits_scan
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
+from engine.passes.device import host_buffer, pinned
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
 
@@ -172,3 +175,27 @@ def test_sampling_is_used_where_it_chooses_what_torch_chooses(
     for token_ids in (None, torch.arange(0, VOCABULARY, 2)):
         assert logits_scan(loaded, token_ids).draws == (not fault)
     assert len(caplog.messages) == (2 if fault else 0)
+
+
+def test_pinned_memory_is_allocated_while_the_workers_own_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another one it would open a second context."""
+    current: list[torch.device] = []
+    pinned_on: list[torch.device] = []
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def allocated(*shape: object, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        pinned_on.append(current[-1])
+        return torch.zeros(*shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(torch, "empty", allocated)
+    second = torch.device("cuda", 1)
+    assert pinned([1, 2, 3], second).tolist() == [1, 2, 3]
+    assert host_buffer((2, 3), torch.uint8, second).shape == (2, 3)
+    assert pinned_on == [second, second]

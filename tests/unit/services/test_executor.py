@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.errors import DeviceLostError
 from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, STEP_FAILS, VOCABULARY, StandInEngine, continuation
+from tests.support.stand_in_worker import (
+    DEVICE_FAILS,
+    MAX_LENGTH,
+    ROW_FAILS,
+    STEP_FAILS,
+    VOCABULARY,
+    StandInEngine,
+    continuation,
+)
 
 EPOCH = 77
 PROMPT = [5, 6, 7, 8, 9]
@@ -189,6 +198,12 @@ def test_failed_step_forgets_its_sequences_only(target: Conversation, engine: St
     gone, kept = target.step(row(2, [*PROMPT, 3], 5), row(3, [*PROMPT, 3], 5, sample=True)).rows
     assert gone.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
     assert list(kept.tokens) == continuation([*PROMPT, 3], 1)
+
+
+def test_a_lost_device_fails_no_rows_but_the_worker(target: Conversation) -> None:
+    target.step(opening(1))
+    with pytest.raises(DeviceLostError, match="CUDA error: device-side assert triggered"):
+        target.step(row(1, [*PROMPT, DEVICE_FAILS], 5))
 
 
 class LyingEngine(StandInEngine):
