@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ class Surroundings:
 
 
 class FileEpochs:
-    """A register for `EpochAuthority` that lasts as long as the folder: a file for each start of a scheduler."""
+    """A register for `EpochAuthority` that lasts as long as the folder: a file for each number."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,6 +82,10 @@ class FileEpochs:
         except FileExistsError:
             return False
         return True
+
+    async def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            (self._folder / str(number)).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

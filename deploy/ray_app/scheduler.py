@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list, _internal_kv_put
 from ray.util import get_node_ip_address
 
 from deploy.assembly.plain_message import plain_message
@@ -28,7 +28,7 @@ _NAMESPACE = b"spool"
 class ClusterEpochs:
     """A register for `EpochAuthority`, one for cells of this number in all applications of the cluster.
 
-    It lives as long as the GCS's state. One key of some bytes stays for each start of a scheduler.
+    It lives as long as the GCS's state.
     """
 
     def __init__(self, cell: int) -> None:
@@ -42,6 +42,10 @@ class ClusterEpochs:
         key, owner = self._prefix + b"%d" % number, f"process {os.getpid()} on {get_node_ip_address()}"
         existed = await asyncio.to_thread(_internal_kv_put, key, owner, overwrite=False, namespace=_NAMESPACE)
         return not existed
+
+    async def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            await asyncio.to_thread(_internal_kv_del, self._prefix + b"%d" % number, namespace=_NAMESPACE)
 
 
 class Scheduler:

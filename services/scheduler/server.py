@@ -176,9 +176,9 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.RegisterReply:
         try:
             endpoint = _endpoint(request)
+            await self._service.hear_of_epoch(request.highest_scheduler_epoch)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        await self._service.hear_of_epoch(request.highest_scheduler_epoch)
         await self._check_open(context)
         try:
             link = await self._service.workers.register(endpoint, request.description, self._options.registry)

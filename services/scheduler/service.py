@@ -164,7 +164,7 @@ class SchedulerService:
         """A worker reports the highest scheduler epoch that ever spoke to it.
 
         A higher one than this scheduler's has replaced it, if the authority says so; then this one closes. Else it
-        continues above that epoch.
+        continues above that epoch. Raises ValueError for an epoch that no authority can have given out.
         """
         async with self._renewing:
             if highest <= self.workers.epoch or self._closed_because is not None:
@@ -202,8 +202,8 @@ class SchedulerService:
 
     def fingerprint_of(self, target_id: str) -> Mapping[str, str]:
         """The parts of a target's fingerprint; empty for one that was never up."""
-        description = self.workers.descriptions.get(target_id)
-        return {} if description is None else description.fingerprint
+        link = self.workers.links.get(target_id)
+        return {} if link is None or link.description is None else link.description.fingerprint
 
     def new_sequence_id(self) -> int:
         """A new id for a request to `enter`."""
@@ -439,13 +439,13 @@ class SchedulerService:
 
     def _check_vocabulary(self, request: SequenceRequest) -> None:
         """Refuses tokens outside the vocabulary, which the core does not check and on which a worker would fail."""
-        sizes = [d.vocabulary_size for d in self.workers.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
-        size = min(sizes, default=0)
+        size = self.workers.vocabulary_size
         if not size:
             return
         for name, tokens in (
             ("prompt", request.prompt),
             ("committed_output", request.committed_output),
+            ("expected_output", request.expected_output),
             ("logit_bias", request.sampling.logit_bias),
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from tests.support.cells import (
     check,
     client,
     running_cell,
+    running_scheduler,
     running_worker,
 )
 from tests.support.waiting import LONG, until
@@ -59,6 +61,43 @@ async def test_two_workers_that_do_not_fit_and_come_at_once_are_not_both_taken()
         await taken.registration.leave(LONG)
         await all_in_use([refused])
         assert cell.service.workers.up == {refused.worker_id}
+
+
+async def test_no_reported_epoch_leaves_later_schedulers_without_one() -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        cell = await first.enter_async_context(running_cell(drafts=0))
+        backend = await stack.enter_async_context(client(cell.resolve))
+        channel = await first.enter_async_context(grpc.aio.insecure_channel(cell.resolve.address))
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        description = worker_pb2.WorkerDescription(role=worker_pb2.ROLE_DRAFT, worker_epoch=1)
+        request = scheduler_pb2.RegisterRequest(worker_id="ghost", address="127.0.0.1:1", description=description)
+        for epoch in (2**64 - 1, 2**63):
+            request.highest_scheduler_epoch = epoch
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Register(request, timeout=LONG)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"highest_scheduler_epoch is {epoch}, must be at most {2**63 - 1}" in (caught.value.details() or "")
+        request.highest_scheduler_epoch = 2**63 - 1
+        reply = await stub.Register(request, timeout=LONG)
+        assert reply.scheduler_epoch >= 2**63
+        await check(backend, 1, 10)
+        await first.aclose()
+        # Successors have higher numbers, and speak to workers with them.
+        for number in range(2, 5):
+            async with (
+                running_scheduler(cell.resolve) as (service, _),
+                running_worker("target-0", Role.TARGET, cell.resolve) as worker,
+            ):
+                assert service.workers.epoch > reply.scheduler_epoch
+                await all_in_use([worker])
+                await check(backend, number, 10)
+                # What a successor gave the worker, the worker may report.
+                link = service.workers.links["target-0"]
+                registered = link.heard
+                await until(lambda link=link, registered=registered: link.heard > registered)  # type: ignore[misc]
+                assert worker.server.highest_epoch > reply.scheduler_epoch
+                assert worker.registration.in_use
 
 
 async def test_unreachable_worker_is_reported() -> None:
