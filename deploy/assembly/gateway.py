@@ -65,7 +65,9 @@ async def start_gateway(
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)
-    http = HttpServer(create_app(engine), settings.http, drain_seconds, share_port=share_port)
+    http = HttpServer(
+        create_app(engine), settings.http, drain_seconds, share_port=share_port, limits=settings.connections
+    )
     await running.enter_async_context(http)
     if config.gateway.grpc_port is not None:
         await running.enter_async_context(GrpcServer(engine, drain_seconds, share_port=share_port))

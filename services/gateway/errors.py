@@ -20,6 +20,7 @@ class ErrorKind(Enum):
     NOT_FOUND = "not_found"
     METHOD = "method"
     TOO_LARGE = "too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
     SLOW_BODY = "slow_body"
     QUEUE_FULL = "queue_full"
     KEY_LIMIT = "key_limit"

@@ -81,7 +81,7 @@ async def listening(
     settings = (settings or GatewaySettings()).model_copy(update={"http": free, "grpc": free})
     engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
     async with (
-        HttpServer(create_app(engine), settings.http, drain_seconds=1) as http,
+        HttpServer(create_app(engine), settings.http, drain_seconds=1, limits=settings.connections) as http,
         GrpcServer(engine, drain_seconds=1) as grpc,
     ):
         yield Served(http.url, grpc.address)

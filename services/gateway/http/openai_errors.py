@@ -38,6 +38,7 @@ _KINDS = {
     ErrorKind.METHOD: (405, "invalid_request_error"),
     ErrorKind.SLOW_BODY: (408, "invalid_request_error"),
     ErrorKind.TOO_LARGE: (413, "invalid_request_error"),
+    ErrorKind.HEADERS_TOO_LARGE: (431, "invalid_request_error"),
     ErrorKind.QUEUE_FULL: (429, "rate_limit_error"),
     ErrorKind.KEY_LIMIT: (429, "rate_limit_error"),
     ErrorKind.FAILED: (500, "server_error"),

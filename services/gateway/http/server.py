@@ -8,15 +8,20 @@ import socket
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.connections.acceptor import Acceptor, Release
+from services.gateway.connections.http_protocol import HttpProtocol, closing_answer
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.openai_errors import error_body, error_response
-from services.gateway.settings import ListenSettings
+from services.gateway.settings import ConnectionLimits, ListenSettings
 
 _STOPPING = RequestError(ErrorKind.UNAVAILABLE, "the server stops, before the answer is complete", code="unavailable")
+_FULL = RequestError(ErrorKind.UNAVAILABLE, "too many connections are open", code="too_many_connections")
 
 
 class HttpServer:
@@ -27,7 +32,13 @@ class HttpServer:
     """
 
     def __init__(
-        self, app: ASGIApp, listen: ListenSettings, drain_seconds: float = 10.0, *, share_port: bool = False
+        self,
+        app: ASGIApp,
+        listen: ListenSettings,
+        drain_seconds: float = 10.0,
+        *,
+        share_port: bool = False,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._listen = listen
         self._share_port = share_port
@@ -40,12 +51,13 @@ class HttpServer:
             access_log=False,
             server_header=False,
             lifespan="off",
+            http=HttpProtocol,
             ws="none",
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
             ssl_certfile=None if tls is None else str(tls.certificate),
             ssl_keyfile=None if tls is None else str(tls.key),
         )
-        self._server = _Server(config)
+        self._server = _Server(config, limits or ConnectionLimits())
         self._socket: socket.socket | None = None
         self._run: asyncio.Task[None] | None = None
 
@@ -85,8 +97,15 @@ class HttpServer:
 
         async def send_noting(message: Message) -> None:
             nonlocal began
-            began = began or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                began = True
+                if self._server.should_exit:
+                    MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
+
+        if not scope["path"].startswith("/"):
+            # As to a proxy: the whole URL (RFC 9112, section 3.2.2).
+            scope = {**scope, "path": urlsplit(scope["path"]).path or "/"}
 
         try:
             await self._app(scope, receive, send_noting)
@@ -101,14 +120,24 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and sets `ready` once it accepts connections."""
+    """Leaves signals to the process, and sets `ready` once it accepts connections, which it does within `limits`."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        def make(release: Release) -> HttpProtocol:
+            return HttpProtocol(self.config, self.server_state, self._limits, release)
+
+        refusal = closing_answer(error_response(_FULL))
+        self.servers = []
+        for listening in sockets or ():
+            listening.listen(self.config.backlog)
+            # It has what uvicorn uses of asyncio's server.
+            self.servers.append(Acceptor(listening, make, self._limits, self.config.ssl, refusal))  # type: ignore[arg-type]
+        self.started = True
         self.ready.set()
 
     @contextlib.contextmanager

@@ -1,0 +1,149 @@
+"""Accepts connections on a listening socket, as many as the limits and the process's descriptors allow."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import math
+import os
+import resource
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from services.gateway.settings import ConnectionLimits
+
+logger = logging.getLogger(__name__)
+
+# Accepted before other work of the event loop has its turn.
+_AT_ONCE = 16
+_PAUSE_SECONDS = 0.1
+_LOG_SECONDS = 60.0
+# Descriptors for what else the process opens while all connections are taken.
+_RESERVE = 64
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Release = Callable[[], None]
+"""Says that a connection is closed."""
+
+
+class Acceptor:
+    """Hands each connection to a protocol that `make` makes, until it is closed; a connection beyond the limits gets
+    `refusal` and is closed. Where no descriptor is left, connections wait. Each of both is logged once a minute."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make: Callable[[Release], asyncio.Protocol],
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None,
+        refusal: bytes,
+    ) -> None:
+        self._listening = listening
+        self._make = make
+        self._total = affordable(limits.total)
+        self._per_address = limits.per_address or self._total
+        self._handshake_seconds = None if tls is None else limits.header_seconds
+        self._tls = tls
+        self._refusal = refusal
+        self._open = Counter[str]()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._spoke: dict[str, float] = {}
+        self._refused = 0
+        listening.setblocking(False)
+        self._run = asyncio.create_task(self._accept_all())
+
+    def close(self) -> None:
+        """Accepts no more. Connections stay open, except those that are in their TLS handshake."""
+        for task in (self._run, *self._starting):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.wait((self._run, *self._starting))
+
+    async def _accept_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                for _ in range(_AT_ONCE):
+                    connection, peer = await loop.sock_accept(self._listening)
+                    self._take(connection, _client_of(connection, peer[0]))
+            except OSError as error:
+                # Others are faults of one connection, such as one that the client reset before we took it.
+                if error.errno in _NO_DESCRIPTORS:
+                    self._say("connections wait: %s, %d are open", os.strerror(error.errno), self._open.total())
+                    await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(0)
+
+    def _take(self, connection: socket.socket, client: str) -> None:
+        taken = self._open.total()
+        if taken >= self._total or self._open[client] >= self._per_address:
+            self._refused += 1
+            self._say("%d connections were refused, %d are open", self._refused, taken)
+            _refuse(connection, b"" if self._tls else self._refusal)
+            return
+        self._open[client] += 1
+        task = asyncio.create_task(self._start(connection, client))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _start(self, connection: socket.socket, client: str) -> None:
+        release = functools.partial(self._release, client)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                functools.partial(self._make, release),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_seconds,
+            )
+        except BaseException as error:
+            # A handshake that fails: the protocol was never connected, so it does not say that its connection is lost.
+            connection.close()
+            release()
+            if not isinstance(error, OSError):
+                raise
+
+    def _release(self, client: str) -> None:
+        self._open[client] -= 1
+        if not self._open[client]:
+            del self._open[client]
+
+    def _say(self, message: str, *values: object) -> None:
+        now = time.monotonic()
+        if now >= self._spoke.get(message, -math.inf) + _LOG_SECONDS:
+            self._spoke[message] = now
+            logger.warning(message, *values)
+
+
+def affordable(connections: int) -> int:
+    """As many of these connections as descriptors are left for, at least one; the process may then open as many as the
+    system's administrator allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return connections
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return max(1, min(connections, most - len(os.listdir("/dev/fd")) - _RESERVE))
+
+
+def _client_of(connection: socket.socket, address: str) -> str:
+    """The address, without the part that one IPv6 client chooses freely."""
+    if connection.family != socket.AF_INET6:
+        return address
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    return address if packed.startswith(bytes(10) + b"\xff\xff") else packed[:8].hex()
+
+
+def _refuse(connection: socket.socket, answer: bytes) -> None:
+    with connection:
+        try:
+            connection.setblocking(False)
+            connection.send(answer)
+            # What is unread when a connection is closed makes the system reset it, and the answer is lost.
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(65536)
+        except OSError:
+            return

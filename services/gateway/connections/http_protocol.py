@@ -1,0 +1,191 @@
+"""HTTP/1.1 by uvicorn and h11, within limits: what arrives is bounded in bytes, lines, chunks and time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from http import HTTPStatus
+
+import h11
+from starlette.responses import Response
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from services.gateway.connections.acceptor import Release
+from services.gateway.errors import ErrorKind, RequestError, invalid
+from services.gateway.http.openai_errors import error_response
+from services.gateway.settings import ConnectionLimits
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+# Parsed before the parser's limits are checked again.
+_SLICE_BYTES = 16 * 1024
+# A connection that is closed while its client sends is reset, and the client never sees the answer.
+_LINGER_SECONDS, _LINGER_BYTES = 1.0, 1024 * 1024
+
+
+class RefusedError(Exception):
+    """What arrived is no request, or more than a limit."""
+
+    def __init__(self, reason: RequestError) -> None:
+        super().__init__(reason.message)
+        self.reason = reason
+
+
+class LimitedConnection(h11.Connection):
+    """Its `next_event` raises RefusedError before it parses what is beyond the limits."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        super().__init__(h11.SERVER, limits.header_bytes)
+        self._limits = limits
+        self._chunks = 0
+
+    @property
+    def head_began(self) -> bool:
+        return self.their_state is h11.IDLE and bool(self.trailing_data[0])
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            self._check_head(self.trailing_data[0])
+            self._chunks = 0
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+                raise RefusedError(self._too_many("bytes", self._limits.header_bytes)) from error
+            raise RefusedError(invalid(f"the request is not HTTP/1.1: {error}", None, "invalid_http")) from error
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            if self._chunks > (most := self._limits.body_chunks):
+                message = f"the body has more than {most} chunks, send fewer or content-length"
+                raise RefusedError(RequestError(ErrorKind.TOO_LARGE, message, code="too_many_chunks"))
+        return event
+
+    def _check_head(self, unread: bytes) -> None:
+        end = _BLANK_LINE.search(unread)
+        size = len(unread) if end is None else end.end()
+        if size > self._limits.header_bytes:
+            raise RefusedError(self._too_many("bytes", self._limits.header_bytes))
+        # The request line ends with one, too, and the blank line.
+        lines = unread.count(b"\n", 0, size) - (1 if end is None else 2)
+        if lines > self._limits.header_lines:
+            raise RefusedError(self._too_many("lines", self._limits.header_lines))
+
+    def _too_many(self, unit: str, most: int) -> RequestError:
+        message = f"the headers have more than {most} {unit}"
+        return RequestError(ErrorKind.HEADERS_TOO_LARGE, message, code="headers_too_large")
+
+
+class HttpProtocol(H11Protocol):
+    """One connection. `release` is called once the connection is lost."""
+
+    def __init__(self, config: Config, state: ServerState, limits: ConnectionLimits, release: Release) -> None:
+        super().__init__(config, state, {})
+        self.conn: LimitedConnection = LimitedConnection(limits)
+        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]  # call_later takes fractions
+        self._limits = limits
+        self._release = release
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._refused = False
+        self._discarded = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_sender()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self._release()
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _SLICE_BYTES):
+            if self._refused:
+                self._discarded += len(data) - start
+                if self._discarded > _LINGER_BYTES:
+                    self.transport.abort()
+                return
+            super().data_received(data[start : start + _SLICE_BYTES])
+        self._watch_sender()
+
+    def handle_events(self) -> None:
+        try:
+            super().handle_events()
+        except RefusedError as refusal:
+            self._refuse(refusal.reason)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            # What the client has not taken yet delays the close.
+            self._stall = self._stall or self.loop.call_later(self._limits.write_seconds, self.transport.abort)
+        else:
+            self._watch_sender()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None and not self.transport.is_closing():
+            self._stall.cancel()
+            self._stall = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _should_upgrade(self) -> bool:
+        # Clients offer HTTP/2, and take an answer by HTTP/1.1 (RFC 9110, section 7.8).
+        return False
+
+    def _watch_sender(self) -> None:
+        """Sets the time for headers that have begun, and for the rest of a body that is answered already."""
+        awaited = self.cycle is None or self.conn.head_began
+        awaited = awaited or (self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY)
+        if awaited and self._deadline is None:
+            self._deadline = self.loop.call_later(self._limits.header_seconds, self._end_waiting)
+        elif not awaited and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_waiting(self) -> None:
+        if self.conn.head_began and not self._refused:
+            message = f"the headers did not arrive within {self._limits.header_seconds:g} s"
+            self._refuse(RequestError(ErrorKind.SLOW_BODY, message, code="header_timeout"))
+        else:
+            self.transport.abort()
+
+    def _refuse(self, reason: RequestError) -> None:
+        """Answers, unless a response has begun, and ends the connection."""
+        self._refused = True
+        self._unset_keepalive_if_required()
+        cycle = self.cycle
+        began = cycle is not None and cycle.response_started and not cycle.response_complete
+        if cycle is not None and not cycle.response_complete:
+            # The application reads no more of this request, and its answer goes nowhere.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if began or self.transport.is_closing():
+            self.transport.close()
+            return
+        self.transport.write(closing_answer(error_response(reason)))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+
+
+def closing_answer(response: Response) -> bytes:
+    """A response as HTTP/1.1 that ends its connection."""
+    status = HTTPStatus(response.status_code)
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*lines, b"connection: close", b"", bytes(response.body)])
