@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MAX_SEED = 2**64 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -62,6 +62,12 @@ class SamplingParameters:
     end_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def given(cls, *, top_p: float = 1.0, **values: Any) -> SamplingParameters:
+        """From the values that a client gives: a `top_p` of 0 means greedy, as in other servers."""
+        sampling = cls(top_p=1.0 if top_p == 0 else top_p, **values)
+        return replace(sampling, temperature=0.0) if top_p == 0 else sampling
 
     def __post_init__(self) -> None:
         # Each check builds its message only when it fails: every request passes here several times.

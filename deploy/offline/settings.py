@@ -22,7 +22,7 @@ class SamplingSettings(Section):
     max_tokens: int = described(128, "Maximum number of tokens generated per prompt.", ge=1)
     temperature: float = described(0.0, "0 is greedy.")
     top_k: int = described(0, "Sample from the k most likely tokens; 0 keeps all.")
-    top_p: float = described(1.0, "Keep the most likely tokens that make up this probability.")
+    top_p: float = described(1.0, "Keep the most likely tokens that make up this probability; 0 is greedy.")
     min_p: float = described(0.0, "Keep tokens at least this likely, relative to the likeliest.")
     seed: int = described(0, "Seed of the first prompt; prompt i uses seed + i.")
 
@@ -33,7 +33,7 @@ class SamplingSettings(Section):
     def parameters(self, index: int) -> SamplingParameters:
         """For the prompt with this index. Raises ValueError naming field, value and limit."""
         seed = (self.seed + index) % (MAX_SEED + 1) if index else self.seed
-        return SamplingParameters(**self.model_dump(exclude={"max_tokens"}) | {"seed": seed})
+        return SamplingParameters.given(**self.model_dump(exclude={"max_tokens"}) | {"seed": seed})
 
 
 class InputSettings(Section):

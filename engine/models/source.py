@@ -143,6 +143,12 @@ def resolve_model(name: str, role: Role) -> ModelSource:
     return ModelSource(name, SourceKind.HUB, _in_hub_cache(name), role)
 
 
+def public_name(name: str) -> str:
+    """A model's name for those who must not learn where a server keeps its files: hub ids stay, paths are cut to their
+    last part."""
+    return name if _HUB_ID.fullmatch(name) else Path(name).name
+
+
 def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or (folder / GGUF_WEIGHTS).is_file()
 

@@ -56,7 +56,7 @@ _CONTINUATION_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Each prompt counts once, however many choices continue it. `cached_tokens` of the prompts' tokens had their KV on
-    the target already. `seed` is that of choice 0."""
+    the target already. `seed` is that of choice 0, as the client gave it if it did."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -296,7 +296,8 @@ class CompletionEngine:
             prompt_logprobs=options.prompt_logprobs,
             logits_digests=_receipts(options, self.settings.receipts, info, min(budgets)),
         )
-        completion = Completion(name, info, prepared, options.n, sampling.seed, form, ended, self.receipt_key)
+        seed = sampling.seed if options.seed is None else options.seed
+        completion = Completion(name, info, prepared, options.n, seed, form, ended, self.receipt_key)
         deadline = arrived + self._timeout(options)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):

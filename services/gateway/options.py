@@ -5,8 +5,9 @@ Ranges are checked here and not by pydantic: limits come from the gateway's sett
 
 from __future__ import annotations
 
+import difflib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,7 @@ from services.gateway.structure import Structure
 
 # Drawn seeds are reported in JSON, and not every JSON reader keeps integers of more than 53 bits exact.
 _DRAWN_SEED_BITS = 53
+_LONGEST_NAME = 64
 _MIN_SEED = -(2**63)
 
 SAMPLING_FIELDS = {one.name for one in fields(SamplingParameters)} - {
@@ -165,7 +167,7 @@ def sampling_parameters(
     tokens. Raises RequestError."""
     values = defaults.model_dump() | dict(options.sampling)
     try:
-        sampling = SamplingParameters(seed=options.first_seed(), bad_words=bad_words, **values)
+        sampling = SamplingParameters.given(seed=options.first_seed(), bad_words=bad_words, **values)
     except ValueError as error:
         message = str(error)
         raise invalid(message, message.split()[0].split("[")[0]) from error
@@ -183,6 +185,13 @@ def shown(value: object) -> str:
     if len(text) > 80:
         text = f"{text[:60]}... ({len(text)} characters)"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a message that refuses `name`: which of the known names is like it, if one is."""
+    # Long names would take long to compare.
+    found = difflib.get_close_matches(name, sorted(known), 1) if len(name) <= _LONGEST_NAME else []
+    return f", did you mean {found[0]}?" if found else ""
 
 
 def _check_range(name: str, value: int | None, minimum: int, maximum: int | None) -> None:

@@ -16,6 +16,7 @@ from services.gateway.options import (
     TextPrompt,
     TokenPrompt,
     check_token_ids,
+    meant,
     shown,
 )
 from services.gateway.settings import GatewaySettings
@@ -58,6 +59,11 @@ async def prepare_prompts(
         one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, options)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
+        if max(one.tokens) >= model.vocabulary_size:
+            token = next(token for token in one.tokens if token >= model.vocabulary_size)
+            text = f"{shown(tokenizer.token_text(token))}, which is token {token}"
+            message = f"{name} holds {text}: the model's weights end with token {model.vocabulary_size - 1}"
+            raise invalid(message, name.split("[")[0])
         if (total := len(one.tokens) + max_tokens) > limit:
             text = f"{len(one.tokens)} tokens, which with max_tokens of {max_tokens} makes {total}"
             message = f"{name} has {text}; the model's limit is {limit}"
@@ -76,6 +82,10 @@ def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: Gateway
         if not tokenizer.chat_template(with_tools=True).takes_tools:
             raise invalid("tools is given, which the model's chat template has no place for", "tools")
         options["tools"] = [tool.for_template() for tool in prompt.tools]
+    read = tokenizer.chat_template(bool(prompt.tools)).options
+    for name in prompt.template_options.keys() - read - {"add_generation_prompt", "continue_final_message"}:
+        message = f"chat_template_kwargs has {name}, which the model's chat template does not read"
+        raise invalid(f"{message}{meant(name, read)}", "chat_template_kwargs")
     options["strftime_now"] = settings.strftime_now
     options["control_tokens"] = settings.control_tokens_in_messages
     try:

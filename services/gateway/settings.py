@@ -46,8 +46,8 @@ class SamplingDefaults(_Frozen):
 
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the likeliest tokens that together have this probability; 1 keeps all."""
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Keeps the likeliest tokens that together have this probability; 1 keeps all, 0 is greedy."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Keeps this many likeliest tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0

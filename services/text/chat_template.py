@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 _END_OF_CONTENT = "\ue000end of content\ue001"
 """Put behind a message that is to be continued, to find where a template's text of it ends."""
+_NO_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _MARK = "\ue000unparsed {}\ue001"
 """Stands for an unparsed text while JSON is written."""
 
@@ -56,12 +58,16 @@ class ChatTemplate:
         }
         try:
             self._template = environment.from_string(source)
-            names = environment.parse(source).find_all(jinja2.nodes.Name)
+            parsed = environment.parse(source)
+            names = parsed.find_all(jinja2.nodes.Name)
+            read = jinja2.meta.find_undeclared_variables(parsed)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {_line(error)}") from error
         self.source = source
         self.takes_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
         """Whether the template does something with tools."""
+        self.options = frozenset(read - environment.globals.keys() - _NO_OPTIONS)
+        """What else a request can give the template, such as `enable_thinking`."""
 
     def render(
         self,

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from engine.models.source import public_name
 from protos import cell_view_pb2, scheduler_pb2, worker_pb2
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.event_stream import event_stream
@@ -103,7 +104,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
     status = view.status
     return {
         "now": view.now,
-        "model": status.model.model_id,
+        "model": public_name(status.model.model_id),
         "quantization": status.model.quantization,
         "sequences": [
             [each.sequence_id, each.length, each.prompt_length, each.state - 1, each.target_id]

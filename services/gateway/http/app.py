@@ -46,6 +46,7 @@ def create_app(engine: CompletionEngine) -> ASGIApp:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
+            allow_private_network=True,
             expose_headers=(REQUEST_ID, SEED_HEADER, "retry-after"),
         )
     return RequestIds(outer)

@@ -12,10 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.api_keys import ApiKeys, bearer_of_basic
 from services.gateway.dashboard.routes import DASHBOARD_PATH
-from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.errors import ErrorKind, RequestError, invalid
 from services.gateway.http.openai_errors import error_response
 from services.gateway.http.service_routes import BALANCED_PATH
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.options import shown
 from services.gateway.settings import Limits
 from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
 
@@ -188,6 +189,10 @@ async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
         ) from error
     if size > limit:
         raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
+    encoding = headers.get("content-encoding", "identity")
+    if size and encoding.lower() != "identity":
+        message = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
+        raise invalid(message, "content-encoding")
     return b"".join(chunks)
 
 

@@ -16,7 +16,7 @@ from services.backend.interface import BackendUnavailableError, DeadlineExceeded
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.gateway.errors import ErrorKind, RequestError, invalid, request_error
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.options import shown
+from services.gateway.options import meant, shown
 from services.text.chat_template import ChatTemplateError
 
 
@@ -92,8 +92,10 @@ def _fault(fault: Any) -> tuple[str | None, str]:
     if kind == "json_invalid":
         wrong = _printable(str(fault["ctx"]["error"])).removesuffix(" at")
         return None, f"the body is not JSON: {wrong} at character {place[0]}"
-    within = fault.get("ctx", {}).get("param")
+    within = _printable(fault.get("ctx", {}).get("param") or "")
     param = ".".join([*place, *([within] if within else [])]) or None
+    if kind == "unknown_field":
+        return param, f"{param} {message}{meant(within, fault['ctx']['known'])}"
     if kind == "wrong_form":
         return param, f"{param} {message}" if place else message
     if kind == "string_unicode":

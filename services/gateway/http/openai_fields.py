@@ -35,8 +35,13 @@ class Body(BaseModel):
     def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        names = {field.alias or name for name, field in cls.model_fields.items()}
         required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: value for name, value in body.items() if value is not None or name in required}
+        given = {name: value for name, value in body.items() if value is not None or name in required}
+        unknown = next((name for name in given if name not in names), None)
+        if unknown is not None and unknown.isprintable():
+            raise PydanticCustomError("unknown_field", "is not a known field", {"param": unknown, "known": names})
+        return given
 
 
 class TextPart(BaseModel):

@@ -110,6 +110,8 @@ class CalledFunction(Body):
     name: PlainText
     arguments: Annotated[Any, BeforeValidator(_arguments, json_schema_input_type=str)]
     """JSON text of an object. Any other text goes into the prompt as it is."""
+    provider_specific_fields: Any = None
+    """Accepted, without effect."""
 
 
 class MessageToolCall(Body):
@@ -120,6 +122,8 @@ class MessageToolCall(Body):
     function: CalledFunction
     index: int | None = None
     """Accepted, without effect: streams have it."""
+    provider_specific_fields: Any = None
+    """Accepted, without effect."""
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments}
@@ -144,6 +148,8 @@ class Message(Body):
     """Stands for the content of a message that has none."""
     annotations: list[Any] | None = None
     """Accepted, without effect."""
+    provider_specific_fields: Any = None
+    """Accepted, without effect: LiteLLM's messages have it."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:

@@ -160,7 +160,7 @@ class _Generation(Body):
     temperature: float | None = None
     """Between 0 (greedy) and 100."""
     top_p: float | None = None
-    """Above 0 and at most 1."""
+    """Between 0 (greedy) and 1."""
     top_k: WholeNumber | None = None
     """0 or -1 keeps all tokens."""
     min_p: float | None = None
@@ -356,8 +356,9 @@ class TokenizeBody(_TemplateSettings):
     def _check(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt or messages must be given, and only one of them", "prompt")
-        if self.tools and self.messages is None:
-            raise wrong("tools is given, which needs messages", "tools")
+        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+            if getattr(self, name) and self.messages is None:
+                raise wrong(f"{name} is given, which needs messages", name)
         return self
 
     def prompt_given(self) -> TextPrompt | ChatPrompt:

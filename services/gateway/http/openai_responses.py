@@ -214,9 +214,9 @@ class CompletionShape(BaseModel):
 
 
 class ModelShape(BaseModel):
-    """`root` is the target model's folder or hub id, whatever name it is served under; `quantization` that of its
-    weights as they are computed with; `fingerprint` the parts that `system_fingerprint` names: what must be alike for
-    equal bits."""
+    """`root` is the target model's hub id or the last part of its path, whatever name it is served under;
+    `quantization` that of its weights as they are computed with; `fingerprint` the parts that `system_fingerprint`
+    names: what must be alike for equal bits."""
 
     id: str
     root: str

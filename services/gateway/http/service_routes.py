@@ -9,6 +9,7 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from engine.models.source import public_name
 from protos.scheduler_pb2 import ServedModel, StatusReply
 from protos.worker_pb2 import ROLE_TARGET
 from services.backend.interface import BackendUnavailableError
@@ -44,7 +45,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
     def model_shape(name: str, info: ServedModel) -> ModelShape:
         return ModelShape(
             id=name,
-            root=info.model_id,
+            root=public_name(info.model_id),
             object="model",
             created=started,
             owned_by="spool",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -82,7 +83,10 @@ BAD_COMPLETIONS: Bad = [
     ({"spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
     ({"spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
     ({"spool": {"speed": 2}}, "spool.speed", "not a known field"),
-    ({"unknown": 2}, "unknown", "unknown is not a known field"),
+    ({"unknown": 2}, "unknown", "unknown is not a known field$"),
+    ({"max_token": 2}, "max_token", r"max_token is not a known field, did you mean max_tokens\?$"),
+    ({"spool": {"draft_lenght": 2}}, "spool.draft_lenght", r"did you mean draft_length\?$"),
+    ({"x" * 3_000_000: 2}, "x" * 200, "xxx is not a known field$"),
 ]
 
 # Fields of messages are not null, a text is a list of characters, and what is empty is not there.
@@ -171,6 +175,9 @@ BAD_CHATS: Bad = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no option of a template"),
+    ({"chat_template_kwargs": {"shout": 1}}, "chat_template_kwargs", "has shout, which the model's .* does not read$"),
+    ({"messages": [{"role": "user", "contents": "a"}]}, "messages.0.contents", r"did you mean content\?$"),
+    ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", r"did you mean json\?$"),
 ]
 
 
@@ -201,6 +208,63 @@ BAD_STRUCTURES: Bad = [
 @pytest.mark.parametrize(("structure", "param", "message"), BAD_STRUCTURES)
 def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: str, message: str) -> None:
     refuse(http, "completions", {"prompt": "a", "structured_outputs": structure}, param, message)
+
+
+class Smaller(Recorder):
+    """A model whose tokenizer has more tokens than its weights."""
+
+    async def model(self) -> scheduler_pb2.ServedModel:
+        served = scheduler_pb2.ServedModel()
+        served.CopyFrom(await self.backend.model())
+        served.vocabulary_size = 931
+        return served
+
+
+def test_tokens_without_weights_are_named_in_the_field_that_makes_them(gateways: Gateways) -> None:
+    token = gateways.tokenizer.token_id("zz")
+    message = f"holds 'zz', which is token {token}: the model's weights end with token 930"
+    with gateways.serve(backend=Smaller(gateways)) as served, httpx.Client(base_url=served.url) as http:
+        refuse(
+            http,
+            "chat/completions",
+            {"messages": [*CHAT, *CHAT, {"role": "user", "content": "a zz"}]},
+            "messages",
+            f"^messages {message}",
+        )
+        refuse(http, "completions", {"prompt": "a zz"}, "prompt", f"^prompt {message}")
+        refuse(http, "completions", {"prompt": ["a", "a zz"]}, "prompt", rf"^prompt\[1\] {message}")
+
+
+def test_a_template_names_the_option_that_is_meant(gateways: Gateways, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    template = (
+        "{% macro turn(m) %}{{ m.role }}{% if shout %}!{% endif %}{{ m.content }}{% endmacro %}"
+        "{% set inner = 1 %}{% for m in messages %}{{ turn(m) }}{{ inner }}{% endfor %}"
+        "{% if think is defined and not think %}{{ strftime_now('%Y') }}{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = ModelTokenizer(tmp_path)
+    with gateways.serve(tokenizer=tokenizer) as served, httpx.Client(base_url=served.url) as http:
+        for options in ({"shout": True}, {"think": False, "shout": None}):
+            assert http.post("/tokenize", json={"messages": CHAT, "chat_template_kwargs": options}).status_code == 200
+        for name, meant in (("shuot", ", did you mean shout?"), ("inner", ""), ("enable_thinking", ""), ("m", "")):
+            for route in ("/tokenize", "/v1/chat/completions"):
+                response = http.post(route, json={"messages": CHAT, "chat_template_kwargs": {name: True}})
+                assert (response.status_code, error_of(response)) == (
+                    400,
+                    f"chat_template_kwargs has {name}, which the model's chat template does not read{meant}",
+                )
+
+
+def test_an_encoded_body_is_refused_as_such(http: httpx.Client) -> None:
+    content = gzip.compress(json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = http.post("/v1/completions", content=content, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "content-encoding")
+    assert error_of(response) == "the body has the content-encoding 'gzip', must be sent as it is"
+    headers["content-encoding"] = "Identity"
+    assert http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 200
+    assert http.get("/v1/models", headers={"content-encoding": "gzip"}).status_code == 200
 
 
 class NoTokenizer(Recorder):

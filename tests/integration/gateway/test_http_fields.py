@@ -91,7 +91,7 @@ CHAT: Fields = {
         "thinking_token_budget verbosity web_search_options",
     ),
     "add_generation_prompt": (False, "has effect"),
-    "chat_template_kwargs": ({"enable_thinking": False}, "has none here"),
+    "chat_template_kwargs": ({}, "has none here"),
     "continue_final_message": (True, "has effect"),
     "include_reasoning": (False, "has none here"),
     "logprobs": (True, "has effect"),

@@ -81,6 +81,7 @@ def test_arguments_that_are_no_object_go_into_the_prompt_as_they_are(talk: Open,
         {"content": None, "reasoning": None, "reasoning_content": None},
         {"content": None, "reasoning": "Hm."},
         {"content": "", "refusal": "", "annotations": [], "audio": None, "function_call": None},
+        {"content": "", "provider_specific_fields": {"refusal": None}},
         {"content": None, "refusal": "No."},
         {"content": [{"type": "refusal", "refusal": "No."}]},
     ],
@@ -91,6 +92,19 @@ def test_answers_of_other_servers_are_accepted(talk: Open, message: dict[str, An
         assert response.status_code == 200, response.text
         for text in (message.get("reasoning"), message.get("refusal")):
             assert (text or "") in model.backend.prompt
+
+
+def test_what_litellm_adds_to_calls_changes_nothing(talk: Open) -> None:
+    function = {"name": "stop", "arguments": "{}"}
+    plain = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    more = {"provider_specific_fields": {"thought_signature": "x"}}
+    call = {"id": "a", "type": "function", "function": {**function, **more}, **more}
+    prompts = []
+    with talk(HERMES) as model:
+        for message in (plain, {**plain, "tool_calls": [call], **more}):
+            assert model.post("Well.", messages=[*ASK, message, *ASK], tools=TOOLS).status_code == 200
+            prompts.append(model.backend.prompt)
+    assert prompts[0] == prompts[1]
 
 
 def test_fields_that_mean_off_are_accepted(talk: Open) -> None:

@@ -9,10 +9,12 @@ import openai
 import pytest
 from pydantic import SecretStr
 
+from protos import scheduler_pb2
 from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
 from services.scheduler_client.remote_stream import RemoteStream
 from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
+from tests.integration.gateway.test_http_tools import TOOLS
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
@@ -28,6 +30,36 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="gpt"):
         client.completions.create(model="gpt", prompt="a")
+
+
+class Elsewhere(Recorder):
+    """A backend whose target has its model in a folder of the server."""
+
+    root = ""
+
+    async def model(self) -> scheduler_pb2.ServedModel:
+        served = scheduler_pb2.ServedModel()
+        served.CopyFrom(await self.backend.model())
+        served.model_id = self.root
+        return served
+
+
+@pytest.mark.parametrize(
+    ("root", "shown"),
+    [
+        ("/srv/secret/llama", "llama"),
+        ("/srv/secret/llama/", "llama"),
+        ("../secret/q4.gguf", "q4.gguf"),
+        ("~/llama", "llama"),
+        ("org/llama", "org/llama"),
+    ],
+)
+def test_a_models_root_does_not_tell_where_the_server_keeps_it(gateways: Gateways, root: str, shown: str) -> None:
+    backend = Elsewhere(gateways)
+    backend.root = root
+    with gateways.serve(GatewaySettings(model_names=("m",)), backend) as served:
+        [listed] = httpx.get(f"{served.url}/v1/models").json()["data"]
+        assert (listed["id"], listed["root"]) == ("m", shown)
 
 
 def test_names_for_the_model(gateways: Gateways) -> None:
@@ -53,6 +85,10 @@ def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None
     assert chat["tokens"] == gateways.tokenizer.encode_chat(CHAT)
     assert http.post("/tokenize", json={"prompt": "a", "messages": CHAT}).status_code == 400
     assert http.post("/detokenize", json={"tokens": [VOCABULARY]}).status_code == 400
+    # A text has no template.
+    for field in ({"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}, {"tools": TOOLS}):
+        response = http.post("/tokenize", json={"prompt": "a", **field})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, *field)
 
 
 @pytest.mark.parametrize(("route", "instead"), [("responses", "chat/completions"), ("embeddings", "embedding model")])
@@ -135,7 +171,11 @@ def test_browsers_may_call_from_the_allowed_origins(
                 shown is not None,
                 shown,
             )
+            # The server is on the page's own network, or on its machine.
+            private = http.options(path, headers={**asked, "access-control-request-private-network": "true"})
+            assert private.status_code == preflight.status_code
             if shown is not None:
+                assert private.headers["access-control-allow-private-network"] == "true"
                 assert method in preflight.headers["access-control-allow-methods"]
                 assert {*preflight.headers["access-control-allow-headers"].lower().split(", ")} == {*ASKED}
         key, body = {"authorization": "Bearer key"}, {"prompt": "a", "max_tokens": 2}

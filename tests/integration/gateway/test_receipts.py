@@ -82,6 +82,19 @@ def test_tokens_by_their_numbers(gateways: Gateways, http: httpx.Client) -> None
     assert [entry["token"] for entry in chat["logprobs"]["content"]] == [f"token_id:{token}" for token in tokens]
 
 
+def test_a_top_p_of_zero_is_recorded_as_the_greedy_choice_that_it_is(served: Served, http: httpx.Client) -> None:
+    for asked in ({"top_p": 0}, {"top_p": 0.0, "temperature": 0.8}):
+        with Client(served.address) as client:
+            [answer] = client.generate(GenerateRequest(text=PROMPT, receipt=True, **asked)).choices
+        [choice] = completion(http, receipt=True, **asked)["choices"]
+        for receipt in (choice["receipt"], json.loads(answer.receipt)):
+            assert (receipt["sampling"]["temperature"], receipt["sampling"]["top_p"]) == (0.0, 1.0)
+            Receipt.from_json(receipt)
+    # A value that is wrong is refused all the same.
+    response = http.post("/v1/completions", json={"prompt": PROMPT, "top_p": 0, "temperature": -1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
+
+
 @pytest.mark.parametrize("spool", [{"speculation": False}, {"draft_length": 4}], ids=str)
 def test_receipts_of_choices(gateways: Gateways, http: httpx.Client, spool: dict[str, Any]) -> None:
     prompt, end = encoded(gateways), gateways.tokenizer.stop_token_ids
