@@ -135,5 +135,6 @@ def _prepare(
             return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets), begun=begun)
         case ChatPrompt():
             tokens, text = encode_chat(prompt, tokenizer, settings)
-            begun = prompt.messages[-1]["content"] if prompt.template_options.get("continue_final_message") else ""
-            return PreparedPrompt(tuple(tokens), None, reasoning_after(text, begun))
+            continued = bool(prompt.template_options.get("continue_final_message"))
+            written = prompt.messages[-1]["content"] if continued else ""
+            return PreparedPrompt(tuple(tokens), None, reasoning_after(text, written))

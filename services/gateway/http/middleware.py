@@ -191,8 +191,8 @@ async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
         raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
     encoding = headers.get("content-encoding", "identity")
     if size and encoding.lower() != "identity":
-        message = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
-        raise invalid(message, "content-encoding")
+        told = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
+        raise invalid(told, "content-encoding")
     return b"".join(chunks)
 
 
