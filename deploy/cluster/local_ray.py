@@ -29,11 +29,13 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
 
     Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
     takes its place. Replicas are as nice as what started them, not Ray's 15: those that serve must not wait for
-    whatever else runs. Nothing is reported to Ray's makers.
+    whatever else runs. Nothing is reported to Ray's makers. A Ray that is no cluster has the
+    address 127.0.0.1, so its processes, and the agents that tell its metrics, listen there alone.
     """
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state.ray_token_file()),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -86,11 +88,11 @@ def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Loca
     options = {"_temp_dir": str(folder), "include_dashboard": settings.dashboard, **sizes}
     arguments = json.dumps([str(state.lock(app_name).lock_file), options])
     # Files of a Ray that has ended: the lock of the application is free. A session may also be a link to another.
-    for session in folder.glob("session_*"):
-        if session.is_symlink():
-            session.unlink()
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
         else:
-            shutil.rmtree(session, ignore_errors=True)
+            entry.unlink()
     log_file = state.ray_log(app_name)
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -141,14 +143,27 @@ def _wait_for_end(app_name: str, state: StateFolder, seconds: float) -> bool:
 
 
 def _folder(app_name: str) -> Path:
-    """The path of a socket has 107 characters at most, and Ray's names below its folder take the rest."""
-    folder = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}" / hashlib.sha256(app_name.encode()).hexdigest()[:8]
+    """Ray lets everybody write to its folder and to what it makes there, so the folder above lets nobody else in.
+
+    The path of a socket has 107 characters at most, and Ray's names below its folder take the rest.
+    """
+    above = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}"
+    folder = above / hashlib.sha256(app_name.encode()).hexdigest()[:8]
     if len(str(folder)) > _LONGEST_FOLDER:
         raise UsageError(f"{folder} is too long for Ray's sockets: $TMPDIR names another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error.strerror} ($TMPDIR names another)") from error
-    if folder.stat().st_uid != os.getuid():
-        raise RunError(f"{folder} belongs to somebody else ($TMPDIR names another)")
+    for own in (above, folder):
+        try:
+            own.mkdir(exist_ok=True, mode=0o700)
+            # Somebody else may have made it beforehand, or a link in its place.
+            descriptor = os.open(own, os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                owner = os.fstat(descriptor).st_uid
+                if owner == os.getuid():
+                    os.fchmod(descriptor, 0o700)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise RunError(f"{own} cannot be made a folder: {error.strerror} ($TMPDIR names another)") from error
+        if owner != os.getuid():
+            raise RunError(f"{own} belongs to user {owner}, must belong to user {os.getuid()} ($TMPDIR names another)")
     return folder

@@ -13,7 +13,7 @@ from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.policy import OPEN_REQUESTS
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import SchedulerAddress
+from deploy.ray_app.replica import SchedulerAddress, keep_serve_on_node
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 
@@ -29,6 +29,7 @@ class Gateway:
     ) -> None:
         """`workers` are only tied to the application here."""
         install_logs(config.logging.format, config.logging.level.number)
+        keep_serve_on_node()
         self._running = AsyncExitStack()
         self._engine, _ = await start_gateway(
             config,

@@ -18,7 +18,7 @@ from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import internal_host
+from deploy.ray_app.replica import internal_host, keep_serve_on_node
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 
@@ -57,6 +57,7 @@ class Scheduler:
 
     async def __init__(self, config: SpoolConfig, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
         install_logs(config.logging.format, config.logging.level.number)
+        keep_serve_on_node()
         self._autoscaler = Autoscaler(config.scheduler_config())
         self._running = AsyncExitStack()
         self._service, self._server, self._address = await start_scheduler(

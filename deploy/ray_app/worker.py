@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deploy.assembly.secrets import channel_security
 from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app.replica import SchedulerAddress, internal_host
+from deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_on_node
 from deploy.workers import worker_engine
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
@@ -38,6 +38,7 @@ class WorkerReplica:
 
     async def __init__(self, config: SpoolConfig, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         install_logs(config.logging.format, config.logging.level.number)
+        keep_serve_on_node()
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
         thread = step_thread()

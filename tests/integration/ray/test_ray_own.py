@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
+import os
 import re
 import shlex
 import signal
@@ -14,6 +16,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -49,9 +52,45 @@ class OwnRay:
     url: str
     grpc_address: str
 
+    @property
+    def process_id(self) -> int:
+        """Of the ancestor of all processes of its Ray."""
+        served = json.loads((Path(self.environment["SPOOL_STATE"]) / "spool.json").read_text())
+        return int(served["process_id"])
+
     def left(self) -> list[psutil.Process]:
         """Processes that belong to its Ray."""
         return processes_of(self.environment["TMPDIR"])
+
+
+def beyond_loopback(process_id: int) -> list[tuple[str, str, int]]:
+    """Where the process and its descendants listen for other machines: process, address and port."""
+    ray = psutil.Process(process_id)
+    processes = [ray, *ray.children(recursive=True)]
+    assert len(processes) > 5
+    found = [
+        (one.name(), one_of.laddr) for one in processes for one_of in one.net_connections("tcp") if is_open(one_of)
+    ]
+    assert found
+    return [(name, address.ip, address.port) for name, address in found if not is_loopback(address.ip)]
+
+
+def is_open(connection: Any) -> bool:
+    return bool(connection.status == psutil.CONN_LISTEN)
+
+
+def is_loopback(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
+
+
+def open_to_others(folder: Path) -> list[Path]:
+    """What of a folder other users can reach: nothing below a folder that they may not enter."""
+    mode = folder.lstat().st_mode
+    if not mode & 0o077:
+        return []
+    return [folder, *(found for one in folder.iterdir() if one.is_dir() for found in open_to_others(one))]
 
 
 @pytest.fixture
@@ -85,6 +124,8 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
             if "Ctrl-C stops it" in line:
                 break
         assert f"HTTP  {own_ray.url}/v1" in told, told
+        assert beyond_loopback(own_ray.process_id) == []
+        assert open_to_others(Path(own_ray.environment["TMPDIR"]) / f"spool-{os.getuid()}") == []
         assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == PlainDecoder(target)(asked)
         asked_by_browser = {"origin": page, "access-control-request-method": "POST"}
         preflight = httpx.options(f"{own_ray.url}/v1/completions", headers=asked_by_browser, timeout=LONG)

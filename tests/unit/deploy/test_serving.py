@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import stat
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,10 +21,12 @@ from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cli import command_line as cli
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
 from deploy.cluster.client import reason_of_failure
+from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.ingress import InternalSettings
 from deploy.config.loading import configuration_from, load_configuration
-from deploy.errors import UsageError
+from deploy.config.spool_config import RaySettings
+from deploy.errors import RunError, UsageError
 from deploy.ray_app.application import settled
 from deploy.ray_app.gpus import gpus_per_replica
 from deploy.ray_app.serve_options import serve_file
@@ -287,3 +292,47 @@ def test_bad_input_gets_one_line(
     assert message in told
     assert len(told.splitlines()) == 1
     assert "Traceback" not in told
+
+
+def test_the_folder_of_ray_is_closed_to_others(
+    tmp_path: Path, state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was made beforehand is closed where it is ours, and refused where it is anything else."""
+    scratch = Path(tempfile.mkdtemp(prefix="spool-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    # Ray is not started: where it would be, the folder is ready.
+    monkeypatch.setattr(StateFolder, "ray_log", lambda *_: 1 / 0)
+    above = scratch / f"spool-{os.getuid()}"
+
+    def start() -> None:
+        with pytest.raises(ZeroDivisionError):
+            start_ray("spool", RaySettings(), state)
+
+    try:
+        start()
+        assert stat.S_IMODE(above.stat().st_mode) == 0o700
+        [folder] = above.iterdir()
+        above.chmod(0o777)
+        folder.chmod(0o777)
+        (folder / "session_of_before").mkdir()
+        (folder / "ray_current_cluster").write_text("planted")
+        start()
+        assert stat.S_IMODE(above.stat().st_mode) == 0o700
+        assert list(folder.iterdir()) == []
+        for own, other in ((folder, tmp_path / "elsewhere"), (above, tmp_path / "beyond")):
+            own.rename(other)
+            own.symlink_to(other)
+            with pytest.raises(RunError, match=rf"{own} cannot be made a folder: .*\$TMPDIR names another"):
+                start_ray("spool", RaySettings(), state)
+            own.unlink()
+            own.write_text("")
+            with pytest.raises(RunError, match=rf"{own} cannot be made a folder"):
+                start_ray("spool", RaySettings(), state)
+            own.unlink()
+            own.mkdir()
+        if os.getuid() == 0:
+            os.chown(above, 12345, -1)
+            with pytest.raises(RunError, match=rf"{above} belongs to user 12345, must belong to user 0"):
+                start_ray("spool", RaySettings(), state)
+    finally:
+        shutil.rmtree(scratch)
