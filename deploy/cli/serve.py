@@ -16,7 +16,14 @@ from filelock import Timeout
 
 from deploy.assembly.secrets import SecretError, channel_security, client_secrets
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
-from deploy.cluster.client import application_state, connected, ray_log_folder, serve_client, stop_application
+from deploy.cluster.client import (
+    application_state,
+    connected,
+    gateway_nodes,
+    ray_log_folder,
+    serve_client,
+    stop_application,
+)
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
@@ -85,8 +92,9 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     reporter.stage("ray", "started", None)
     try:
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
+            deploy(config.on_one_machine(), Reporter())
             served = _served(config, ray.address, ray.process_id, ray_log_folder(), started_serve=True)
-            _deploy(config.on_one_machine(), served, state)
+            state.write(served)
             if detach:
                 ray.detach()
             _finish(config, served, detach)
@@ -104,8 +112,9 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
         if not started_serve and application_state(app_name)["status"] != "NOT_STARTED":
             raise _served_already(app_name)
         try:
-            served = _served(config, address, None, ray_log_folder(), started_serve)
-            _deploy(config, served, state)
+            deploy(config, Reporter())
+            served = _served(_as_reached(config), address, None, ray_log_folder(), started_serve)
+            state.write(served)
             stays = detach
             _finish(config, served, detach)
         finally:
@@ -114,9 +123,19 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
                 state.forget(app_name)
 
 
-def _deploy(config: SpoolConfig, served: Served, state: StateFolder) -> None:
-    deploy(config, Reporter())
-    state.write(served)
+def _as_reached(config: SpoolConfig) -> SpoolConfig:
+    """With the address of a node that has a gateway, where the one that this process is on has none."""
+    gateway, (here, nodes) = config.gateway, gateway_nodes(config.ray.app_name)
+    if here in nodes or not nodes:
+        return config
+    if gateway.listens_on_loopback:
+        say(
+            f"gateway.host is {gateway.host}, which only {nodes[0]} reaches, where the gateway runs: choose 0.0.0.0, or "
+            "this node by gateway.resources or gateway.node_labels"
+        )
+    elif gateway.host in ("0.0.0.0", "::"):
+        return config.model_copy(update={"gateway": gateway.model_copy(update={"host": nodes[0]})})
+    return config
 
 
 def _finish(config: SpoolConfig, served: Served, detach: bool) -> None:

@@ -99,6 +99,16 @@ def application_state(app_name: str) -> dict[str, Any]:
     return {"status": application.status.value, "message": application.message, "deployments": deployments}
 
 
+def gateway_nodes(app_name: str) -> tuple[str, list[str]]:
+    """Addresses of this process's node, and of those with a gateway that is up."""
+    from ray.util import get_node_ip_address
+
+    from deploy.ray_app import GATEWAY
+
+    replicas = serve_client().get_serve_details()["applications"][app_name]["deployments"][GATEWAY]["replicas"]
+    return get_node_ip_address(), [one["node_ip"] for one in replicas if one["state"] == "RUNNING"]
+
+
 def scheduler_statuses(app_name: str, application: Mapping[str, Any]) -> list[dict[str, Any] | None]:
     """What each cell's scheduler says of itself and its workers; None while there is none to ask.
 

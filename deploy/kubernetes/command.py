@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,7 @@ def render_command(
     from deploy.kubernetes.rendering import write
 
     for folder in folders:
-        print(f"{write(folder)}: written")
+        print(f"{write(folder)} is written. Next: kubectl apply -k {shlex.quote(str(folder))}")
 
 
 @k8s_app.command("drain")

@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-CELLS = ("cpu-demo", "gpu", "gpu-autoscale")
+CELLS = ("cpu-demo", "one-gpu", "gpu", "gpu-autoscale")
 """Overlays with a cell; the others add to one."""
 KUBERNETES = "1.32"
 GROUPS = ("gateway", "target", "draft")

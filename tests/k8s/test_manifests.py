@@ -93,12 +93,11 @@ def test_pods_have_what_their_replicas_reserve(manifests: list[Manifest]) -> Non
     """Serve's configuration against the groups: each replica fits a pod of its group, and no other group's."""
     application = yaml.safe_load(only(manifests, "RayService")["spec"]["serveConfigV2"])["applications"][0]
     settings = application["args"]["settings"]
-    placed = {
-        "gateway": [settings["gateway"], settings["scheduler"]],
-        "target": [settings["groups"]["target"]],
-        "draft": [settings["groups"]["draft"]],
-    }
-    for group in GROUPS:
+    groups = settings["groups"]
+    placed = {"gateway": [settings["gateway"], settings["scheduler"]], **{name: [one] for name, one in groups.items()}}
+    without = [name for name in GROUPS if name not in placed]
+    assert [worker_group(manifests, name)["maxReplicas"] for name in without] == [0] * len(without)
+    for group in placed:
         pods = worker_group(manifests, group)
         resources = pods["template"]["spec"]["containers"][0]["resources"]
         assert sum(one["num_cpus"] for one in placed[group]) <= int(resources["limits"]["cpu"])
@@ -116,7 +115,7 @@ def test_pods_have_what_their_replicas_reserve(manifests: list[Manifest]) -> Non
 def test_pods_have_longer_than_their_replicas_to_end(manifests: list[Manifest]) -> None:
     application = yaml.safe_load(only(manifests, "RayService")["spec"]["serveConfigV2"])["applications"][0]
     settings = application["args"]["settings"]
-    drain = {name: settings["groups"][name].get("drain_seconds", 60) for name in ("target", "draft")}
+    drain = {name: settings["groups"].get(name, {}).get("drain_seconds", 60) for name in ("target", "draft")}
     drain["gateway"] = settings["gateway"].get("drain_seconds", 30)
     for group in GROUPS:
         spec = worker_group(manifests, group)["template"]["spec"]
@@ -203,13 +202,30 @@ def test_the_autoscaler_has_an_account_of_its_own() -> None:
     assert "serviceAccountName" not in pod_specs(manifests)["head"]
 
 
+def test_an_overlay_of_ones_own_says_which_nodes_have_the_gpus(tmp_path: Path) -> None:
+    """As k8s/README.md has users make one: a copy, in which alone they change the labels."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    folder = shutil.copytree(overlay("gpu"), tmp_path / "k8s" / "overlays" / "mine")
+    nodes = folder / "nodes" / "kustomization.yaml"
+    nodes.write_text(nodes.read_text(encoding="utf-8").replace("NVIDIA-H100-PCIe", "NVIDIA-B200"), encoding="utf-8")
+    labels = {}
+    for group, spec in pod_specs(built(folder)).items():
+        terms = (
+            spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        )
+        rules = [rule for term in terms.get("nodeSelectorTerms", []) for rule in term["matchExpressions"]]
+        labels[group] = [value for rule in rules for value in rule["values"]]
+    assert "NVIDIA-B200" in labels["target"]
+    assert "NVIDIA-L4" in labels["draft"]
+    assert labels["head"] == labels["gateway"] == []
+
+
 @pytest.mark.parametrize("component", ["weights-on-volume", "weights-from-object-store"])
 @pytest.mark.parametrize("name", CELLS)
 def test_weights_can_come_from_elsewhere(name: str, component: str, tmp_path: Path) -> None:
     """As k8s/README.md has users add them: a folder beside the overlays."""
     folder = tmp_path / "k8s" / "overlays" / "mine"
-    for part in ("base", "components", f"overlays/{name}"):
-        shutil.copytree(K8S / part, tmp_path / "k8s" / part)
+    shutil.copytree(K8S, tmp_path / "k8s")
     folder.mkdir()
     (folder / "kustomization.yaml").write_text(
         f"resources: [../{name}]\ncomponents: [../../components/{component}]\n", encoding="utf-8"

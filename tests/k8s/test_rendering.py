@@ -47,7 +47,8 @@ def test_committed_manifests_are_what_is_rendered(name: str, tmp_path: Path) -> 
     shutil.copytree(overlay(name), tmp_path / "mine")
     (tmp_path / "mine" / "rendered" / "left.yaml").write_text("{}")
     (tmp_path / "mine" / "rendered" / "service.yaml").unlink()
-    assert spool("k8s", "render", tmp_path / "mine").code == 0
+    ended = spool("k8s", "render", tmp_path / "mine")
+    assert (ended.code, ended.out.splitlines()[-1].endswith(f"kubectl apply -k {tmp_path / 'mine'}")) == (0, True)
     assert contents(tmp_path / "mine") == contents(overlay(name))
 
 
