@@ -19,7 +19,8 @@ def token_logprobs(logits: Iterable[torch.Tensor], tokens: Sequence[int], count:
     """
     own, values, ids = [], [], []
     for line, token in zip(logits, tokens, strict=False):
-        scores = line.float()
+        # A copy, which begins at the same alignment for every row: on a GPU, the order of sums depends on it.
+        scores = line.to(torch.float32, copy=True)
         logprobs = torch.log_softmax(scores, dim=-1)
         likeliest = in_order((scores.amax() - scores + 0.0)[None], min(count, len(scores)))[0]
         own.append(logprobs[token])

@@ -14,6 +14,8 @@ from engine.sampling.noise import gumbel, row_key
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from scheduler.sampling import SamplingParameters
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 
 def context(
     position: int = 0, history: Sequence[int] = (), prompt_length: int = 0, **settings: object
@@ -188,6 +190,14 @@ def test_both_zeros_are_one_score(zeros: tuple[float, float], dtype: torch.dtype
     assert kept(deficit_of(logits), SamplingParameters(temperature=1, top_k=2)) == [{2, 5}]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probabilities_have_the_same_bits_alone(dtype: torch.dtype, device: str) -> None:
+    logits = (torch.randn(9, 49153, generator=torch.Generator().manual_seed(14)) * 3).to(device, dtype)
+    together = token_logprobs(logits, range(9), 5)
+    assert together == [token_logprobs(logits[row : row + 1].clone(), [row], 5)[0] for row in range(9)]
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 20])
 def test_of_equal_log_probabilities_the_lowest_ids_are_listed(count: int) -> None:
     """The token that is chosen greedily comes first."""
@@ -211,7 +221,7 @@ def test_filters_break_ties_by_id() -> None:
     assert kept(deficit, SamplingParameters(temperature=1, top_p=1e-9)) == [{0}]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("settings", KINDS)
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_a_gpu_chooses_what_a_cpu_chooses(settings: dict[str, float], spread: float) -> None:
