@@ -130,8 +130,8 @@ def _as_reached(config: SpoolConfig) -> SpoolConfig:
         return config
     if gateway.listens_on_loopback:
         say(
-            f"gateway.host is {gateway.host}, which only {nodes[0]} reaches, where the gateway runs: choose 0.0.0.0, or "
-            "this node by gateway.resources or gateway.node_labels"
+            f"gateway.host is {gateway.host}, which only {nodes[0]} reaches, where the gateway runs: choose 0.0.0.0, "
+            "or this node by gateway.resources or gateway.node_labels"
         )
     elif gateway.host in ("0.0.0.0", "::"):
         return config.model_copy(update={"gateway": gateway.model_copy(update={"host": nodes[0]})})
