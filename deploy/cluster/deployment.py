@@ -23,7 +23,7 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     app_name = config.ray.app_name
     serve.start(proxy_location=PROXIES)
     try:
-        if config.scales_workers:
+        if config.scales:
             _deploy_file(config)
         else:
             _deploy_application(config)

@@ -233,9 +233,9 @@ class SpoolConfig(Section):
         return self.groups.target if role is Role.TARGET else self.groups.draft
 
     @property
-    def scales_workers(self) -> bool:
-        """Whether the number of replicas of a group follows the load."""
-        return any(self.group(role).autoscaling is not None for role in self.roles)
+    def scales(self) -> bool:
+        """Whether any number of replicas follows the load."""
+        return any(scaled.autoscaling is not None for scaled in (self.gateway, *map(self.group, self.roles)))
 
     def model(self, role: Role) -> str:
         return self.models.target if role is Role.TARGET else self.models.draft_name

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Every gateway and worker may ask at once; none of these calls takes long.
 _SCHEDULER_CALLS = 10_000
 
-# What does not start twice will not the third time, and a worker loads weights each time.
+# A worker that does not start twice will not the third time, and each time costs a loading of weights.
 _START_ATTEMPTS = 2
 
 # For a gateway whose requests have ended.
@@ -124,7 +124,6 @@ def _gateway(gateway: GatewaySettings) -> serve.Deployment:
     return serve.deployment(Gateway).options(
         name=GATEWAY,
         ray_actor_options=gateway.actor_options(),
-        max_constructor_retry_count=_START_ATTEMPTS,
         graceful_shutdown_timeout_s=gateway.drain_seconds + _END_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         **replica_options(gateway),

@@ -239,6 +239,12 @@ def test_each_cell_follows_its_own_scheduler() -> None:
     assert FollowScheduler()(contexts)[0] == {"t": 3.0, "t2": 2.0}
 
 
+@pytest.mark.parametrize("name", ["gateway", "groups.target", "groups.draft"])
+def test_whatever_scales_is_deployed_with_the_policy(name: str) -> None:
+    assert load_configuration(None, [f"{name}.autoscaling={{max_replicas: 2}}"]).scales
+    assert not load_configuration(None).scales
+
+
 @pytest.mark.parametrize(("reported", "wanted"), [([96.0, 104.0], {"g": 4.0}), ([0.0], {"g": 0.0}), ([], {})])
 def test_gateways_follow_the_requests_open_at_all_of_them(reported: list[float], wanted: dict[str, float]) -> None:
     """Without a report the number stays."""
