@@ -26,18 +26,21 @@ class ApiKeys:
         self._digests = [(_digest(key.get_secret_value().encode()), "") for key in keys]
         self._digests += [(bytes.fromhex(key.digest), key.name) for key in named]
 
-    def check(self, authorization: bytes | None) -> tuple[str, bytes]:
+    def check(self, *authorization: bytes) -> tuple[str, bytes]:
         """The name ("" for one without a name) and the digest of the key that is shown; both empty where none is set.
 
-        `authorization` is the value of the header or the metadata. Raises RequestError unless a known key is shown.
+        `authorization` is what the header or the metadata has. Raises RequestError unless one known key is shown.
         """
         if not self._digests:
             return "", b""
-        if authorization is None:
+        if not authorization:
             raise _refusal("no API key was given: send `authorization: Bearer <key>`", "missing_api_key")
-        if authorization[: len(_SCHEME)].lower() != _SCHEME:
+        given, *others = authorization
+        if others:
+            raise _refusal(f"authorization was given {1 + len(others)} times, must be given once", "invalid_api_key")
+        if given[: len(_SCHEME)].lower() != _SCHEME:
             raise _refusal("authorization must have the form `Bearer <key>`", "invalid_api_key")
-        shown = _digest(authorization[len(_SCHEME) :].strip())
+        shown = _digest(given[len(_SCHEME) :].strip())
         found = None
         for digest, name in self._digests:
             # All are compared, wherever the right one stands.
@@ -54,12 +57,12 @@ def cache_scope(salt: str, shared: bool) -> bytes:
     return hashlib.blake2b(salt.encode(), key=key, digest_size=32).digest() if key or salt else b""
 
 
-def bearer_of_basic(authorization: bytes | None) -> bytes | None:
+def bearer_of_basic(authorization: bytes) -> bytes:
     """Turns the password of HTTP's basic scheme, which browsers ask people for, into a bearer's key.
 
     Returns any other value unchanged.
     """
-    if authorization is None or authorization[: len(_BASIC)].lower() != _BASIC:
+    if authorization[: len(_BASIC)].lower() != _BASIC:
         return authorization
     try:
         shown = base64.b64decode(authorization[len(_BASIC) :].strip(), validate=True)

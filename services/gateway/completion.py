@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # OpenAI's: of a text continuation that names no max_tokens.
 _CONTINUATION_TOKENS = 16
+# Everybody may ask whether a target is up, as often as they like, and asking the schedulers costs them work.
+_READINESS_HOLDS_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,8 @@ class CompletionEngine:
         self._grammars = GrammarChecks(tokenizer.folder)
         key = settings.receipt_key
         self.receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
+        self._readiness: asyncio.Task[None] | None = None
+        self._readiness_ends = 0.0
         self.open_requests = 0
         """Requests over both APIs that `start` was called for and whose completion has not ended."""
 
@@ -216,7 +220,19 @@ class CompletionEngine:
         return name or names[0], info
 
     async def check_ready(self) -> None:
-        """Raises BackendUnavailableError unless a target worker is up."""
+        """Raises BackendUnavailableError unless a target worker is up, or was up to half a second ago."""
+        known = self._readiness
+        if known is None or (known.done() and time.monotonic() >= self._readiness_ends):
+            known = self._readiness = asyncio.create_task(self._find_ready())
+        await asyncio.shield(known)
+
+    async def _find_ready(self) -> None:
+        try:
+            await self._ask_ready()
+        finally:
+            self._readiness_ends = time.monotonic() + _READINESS_HOLDS_SECONDS
+
+    async def _ask_ready(self) -> None:
         workers = workers_in_use(await self.backend.statuses())
         if not any(worker.role == worker_pb2.ROLE_TARGET for worker in workers):
             raise BackendUnavailableError("no target worker is up")

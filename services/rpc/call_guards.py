@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -30,11 +30,8 @@ class CallerGuard(grpc.aio.ServerInterceptor):
     A refused call ends before its message is read, and whether or not its method exists.
     """
 
-    def __init__(self, refusal: Callable[[bytes | None], Refusal | None]) -> None:
-        """`refusal` says how to refuse a call with this metadata; None where the call may pass.
-
-        It is given None for a call without the metadata, or with several values for it.
-        """
+    def __init__(self, refusal: Callable[[Sequence[bytes]], Refusal | None]) -> None:
+        """`refusal` says how to refuse a call with these values of the metadata; None where the call may pass."""
         self._refusal = refusal
 
     async def intercept_service(
@@ -47,11 +44,9 @@ class CallerGuard(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:
+def _authorization(details: grpc.HandlerCallDetails) -> list[bytes]:
     given = [value for key, value in details.invocation_metadata or () if key == TOKEN_METADATA_KEY]
-    if len(given) != 1:
-        return None
-    return given[0] if isinstance(given[0], bytes) else given[0].encode()
+    return [value if isinstance(value, bytes) else value.encode() for value in given]
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
@@ -96,8 +91,8 @@ def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
     """The interceptors of an internal server: only calls that carry its token pass."""
     expected = f"Bearer {security.token}".encode()
 
-    def refusal(authorization: bytes | None) -> Refusal | None:
-        known = authorization is not None and hmac.compare_digest(authorization, expected)
+    def refusal(authorization: Sequence[bytes]) -> Refusal | None:
+        known = len(authorization) == 1 and hmac.compare_digest(authorization[0], expected)
         return None if known else _refuse_stranger
 
     return [*([CallerGuard(refusal)] if security.token else []), MessageGuard()]

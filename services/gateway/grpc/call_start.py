@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
@@ -24,9 +24,9 @@ async def begin_call(context: grpc.aio.ServicerContext) -> None:
 def key_guard(keys: ApiKeys, metrics: GatewayMetrics) -> CallerGuard:
     """Lets calls pass that carry a key, and notes the key's name for the call."""
 
-    def refusal(authorization: bytes | None) -> Refusal | None:
+    def refusal(authorization: Sequence[bytes]) -> Refusal | None:
         try:
-            note_key(*keys.check(authorization))
+            note_key(*keys.check(*authorization))
         except RequestError as error:
             metrics.failed(error.kind)
             return _refusal(error)

@@ -85,10 +85,9 @@ class KeyGate:
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        shown = headers[0] if len(headers) == 1 else None
         browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
         try:
-            note_key(*self._keys.check(bearer_of_basic(shown) if browsed else shown))
+            note_key(*self._keys.check(*(map(bearer_of_basic, headers) if browsed else headers)))
         except RequestError as error:
             self._metrics.failed(error.kind)
             response = error_response(error)

@@ -94,6 +94,7 @@ class HttpServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = False
+        headers_alone = scope["method"] == "HEAD"
 
         async def send_noting(message: Message) -> None:
             nonlocal began
@@ -101,12 +102,18 @@ class HttpServer:
                 began = True
                 if self._server.should_exit:
                     MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
+                await send(message)
+                if headers_alone:
+                    # Whatever the application still sends is left out.
+                    await send({"type": "http.response.body", "body": b""})
+            elif not headers_alone:
+                await send(message)
 
+        if headers_alone:
+            scope = {**scope, "method": "GET"}
         if not scope["path"].startswith("/"):
             # As to a proxy: the whole URL (RFC 9112, section 3.2.2).
             scope = {**scope, "path": urlsplit(scope["path"]).path or "/"}
-
         try:
             await self._app(scope, receive, send_noting)
         except asyncio.CancelledError:

@@ -56,6 +56,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
         )
 
     @router.get("/v1/models")
+    @router.get("/v1/models/", include_in_schema=False)
     async def models() -> ModelList:
         name, info = await engine.model(None)
         names = engine.settings.model_names or (name,)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import httpx
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from protos import scheduler_pb2
@@ -17,6 +22,7 @@ from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
 from tests.integration.gateway.test_http_tools import TOOLS
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
+from tests.support.waiting import LONG, wait_until
 
 OPEN = ("/health", "/ping", "/-/healthz")
 """Routes for probes, which have no key."""
@@ -60,6 +66,24 @@ def test_a_models_root_does_not_tell_where_the_server_keeps_it(gateways: Gateway
     with gateways.serve(GatewaySettings(model_names=("m",)), backend) as served:
         [listed] = httpx.get(f"{served.url}/v1/models").json()["data"]
         assert (listed["id"], listed["root"]) == ("m", shown)
+
+
+def test_the_list_of_models_has_a_slash_at_its_end_too(http: httpx.Client) -> None:
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("path", [*OPEN, "/metrics", "/load", "/v1/models", f"/v1/models/{MODEL}", "/dashboard"])
+def test_head_is_answered_as_get_is_without_the_body(http: httpx.Client, path: str) -> None:
+    whole, head = http.get(path), http.head(path)
+    assert head.status_code == whole.status_code
+    assert head.headers.keys() == whole.headers.keys()
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.content == b""
+    assert http.head("/v1/chat/completions").status_code == 405
+
+
+def test_head_of_an_endless_stream_ends(http: httpx.Client) -> None:
+    assert http.head("/dashboard/views").headers["content-type"].startswith("text/event-stream")
 
 
 def test_names_for_the_model(gateways: Gateways) -> None:
@@ -146,6 +170,39 @@ class Broken(Recorder):
 
     async def submit(self, request: GenerationRequest) -> RemoteStream:
         raise KeyError("a mistake")
+
+
+class Counting(Recorder):
+    """A backend that counts what the scheduler is asked, and answers once the gate is open."""
+
+    def __init__(self, gateways: Gateways) -> None:
+        super().__init__(gateways)
+        self.asked = 0
+        self.gate = threading.Event()
+
+    async def statuses(self) -> list[scheduler_pb2.StatusReply]:
+        self.asked += 1
+        await asyncio.to_thread(self.gate.wait, LONG)
+        return await self.backend.statuses()
+
+
+def test_many_who_ask_for_health_at_once_ask_the_scheduler_once(gateways: Gateways) -> None:
+    backend = Counting(gateways)
+    with (
+        gateways.serve(backend=backend) as served,
+        grpc.insecure_channel(served.address) as channel,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+        ThreadPoolExecutor(20) as pool,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        serving = [check.future(health_pb2.HealthCheckRequest()) for _ in range(10)]
+        statuses = [pool.submit(http.get, "/health") for _ in range(10)]
+        wait_until(lambda: backend.asked > 0, "the scheduler is asked", pause=0.01)
+        backend.gate.set()
+        assert {one.result().status for one in serving} == {health_pb2.HealthCheckResponse.SERVING}
+        assert {one.result().status_code for one in statuses} == {200}
+        # Busy machines may take longer over the answers than one answer holds.
+        assert backend.asked < 5
 
 
 PAGE = "https://page.example"

@@ -32,7 +32,9 @@ async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
             for status, scheduler in ((200, schedulers[0]), (503, schedulers[1])):
                 assert (await http.get("/health")).status_code == 200
                 scheduler.hang()
-                began = time.monotonic()
-                assert (await http.get("/health")).status_code == status
-                assert time.monotonic() - began < 2
+                seen = 0
+                while seen != status:  # what was found holds for half a second
+                    began = time.monotonic()
+                    seen = (await http.get("/health")).status_code
+                    assert time.monotonic() - began < 2
                 assert (await http.get("/-/healthz")).status_code == 200
