@@ -13,6 +13,8 @@ from engine.cpu.isa import AUTO
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import SequenceRequest
+from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, requests_of, run_in_process
@@ -108,6 +110,29 @@ def test_tiny_pairs(
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 70, 17, 90, 16)]
     is_usual = (isa, family, settings) == (ISAS[0], "llama", {})
     Workers(isa, *map(str, folders), dtype=dtype, **settings).check(prompts, 10, GRID if is_usual else SOME)
+
+
+def test_what_filters_keep_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Requests whose filters keep many tokens decode with others whose filters keep few."""
+    target, draft = map(str, save_tiny_pair("llama", tmp_path, vocab_size=6000))
+    workers = Workers(AUTO, target, draft).workers
+    samplings = [
+        SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        for seed in range(2)
+        for temperature in (0.8, 1.0, 1.2)
+        for top_k, top_p in ((600, 0.5), (0, 0.999), (3000, 0.8), (40, 0.9))
+    ]
+    requests = [
+        SequenceRequest(number, (7, number), 12, sampling=sampling) for number, sampling in enumerate(samplings)
+    ]
+    alone = run_in_process(
+        SchedulerConfig(batch_size=1, max_running=1, draft_length=0), {"target": workers["target"]}, requests
+    )
+    config = SchedulerConfig(batch_size=12, max_running=24, policy=Policy.RAGGED, draft_length=3)
+    together = run_in_process(config, workers, requests)
+    assert {number: output.tokens for number, output in together.items()} == {
+        number: output.tokens for number, output in alone.items()
+    }
 
 
 def test_the_demo_pair() -> None:
