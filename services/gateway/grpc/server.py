@@ -18,6 +18,7 @@ from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.call_start import key_guard
 from services.gateway.grpc.service import GenerationService
+from services.gateway.settings import ConnectionLimits
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.listening import bind
@@ -52,7 +53,7 @@ class GrpcServer:
     async def __aenter__(self) -> Self:
         settings = self._engine.settings
         own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
-        options = [*(dict(SERVER_OPTIONS) | _SILENCE | own).items()]
+        options = [*(dict(SERVER_OPTIONS) | _SILENCE | _connection_options(settings.connections) | own).items()]
         self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
@@ -70,6 +71,19 @@ class GrpcServer:
     ) -> None:
         if self._server is not None:
             await self._server.stop(self._drain_seconds)
+
+
+def _connection_options(limits: ConnectionLimits) -> dict[str, int]:
+    return {
+        "grpc.max_allowed_incoming_connections": limits.grpc_total,
+        "grpc.max_concurrent_streams": limits.grpc_streams,
+        # Between these two gRPC would refuse calls at random.
+        "grpc.max_metadata_size": limits.grpc_metadata_bytes,
+        "grpc.absolute_max_metadata_size": limits.grpc_metadata_bytes,
+        "grpc.server_handshake_timeout_ms": round(limits.header_seconds * 1000),
+        # Clients connect again for their next call.
+        "grpc.max_connection_idle_ms": round(limits.keep_alive_seconds * 1000),
+    }
 
 
 class _Health(health_pb2_grpc.HealthServicer):

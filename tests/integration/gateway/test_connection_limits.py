@@ -4,6 +4,7 @@ client's stream goes on."""
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import subprocess
@@ -12,11 +13,16 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.gateway.settings import ConnectionLimits, GatewaySettings, Limits, TlsFiles
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import TIMEOUT
 from tests.support.certificates import issue
 from tests.support.gateway import Gateways, Served
@@ -298,6 +304,59 @@ def test_what_is_no_http_gets_an_error_of_the_same_shape(served: Served, sent: b
         connection.sendall(sent)
         status, _, body = answer(connection)
     assert (status, code(body)) == (400, "invalid_http")
+
+
+def channel_to(served: Served) -> grpc.Channel:
+    """With connections of its own."""
+    return grpc.insecure_channel(served.address, [("grpc.use_local_subchannel_pool", 1)])
+
+
+def checked(channel: grpc.Channel, **call: Any) -> grpc.StatusCode:
+    try:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), **call)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_a_call_has_as_many_bytes_of_metadata_as_the_limit_says(slow: Gateways) -> None:
+    most = LIMITS.grpc_metadata_bytes
+    with attacked(slow) as served, channel_to(served) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        with pytest.raises(grpc.RpcError, match="metadata size exceeds") as caught:
+            check(health_pb2.HealthCheckRequest(), metadata=[("x", "y" * (most - 100))])
+        size, limit = map(int, re.findall(r"\((\d+) vs\. (\d+)\)", str(caught.value))[0])
+        fits = most - 100 - (size - limit)
+        assert limit == most
+        assert checked(channel, metadata=[("x", "y" * fits)]) is grpc.StatusCode.OK
+        for beyond in (fits + 1, 60 * 2**20):
+            assert checked(channel, metadata=[("x", "y" * beyond)]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_grpc_connections_beyond_the_limit_are_closed_and_others_go_on(gateways: Gateways) -> None:
+    limits = ConnectionLimits(grpc_total=2, header_seconds=SOON)
+    with gateways.serve(GatewaySettings(connections=limits)) as served, channel_to(served) as first:
+        host, _, port = served.address.rpartition(":")
+        assert checked(first) is grpc.StatusCode.OK
+        with socket.create_connection((host, int(port)), TIMEOUT) as silent:
+            with channel_to(served) as channel:
+                assert checked(channel) is grpc.StatusCode.UNAVAILABLE
+            assert checked(first) is grpc.StatusCode.OK
+            while silent.recv(65536):  # the settings of HTTP/2
+                pass
+        with channel_to(served) as channel:
+            wait_until(lambda: checked(channel) is grpc.StatusCode.OK, "a free place")
+
+
+def test_calls_of_a_connection_beyond_the_limit_wait(slow: Gateways) -> None:
+    limits = GatewaySettings(connections=ConnectionLimits(grpc_streams=1))
+    with slow.serve(limits) as served, channel_to(served) as channel, channel_to(served) as other:
+        stream = GenerationServiceStub(channel).GenerateStream(pb.GenerateRequest(text="once", ignore_eos=True))
+        next(stream)
+        assert checked(channel, timeout=SOON) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert checked(other) is grpc.StatusCode.OK
+        stream.cancel()
+        assert checked(channel) is grpc.StatusCode.OK
 
 
 PROGRAM = """
