@@ -21,6 +21,7 @@ from engine.models.memory_plan import plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
+from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import ModelTokenizer
 
 
@@ -47,7 +48,11 @@ def prepare_models(config: SpoolConfig, reporter: Reporter) -> ReadyModels:
     elif models.drafts_with_head and models.draft_name != MTP:
         fetch(models.draft_name, Role.DRAFT, reporter)
     try:
-        tokenizer = ModelTokenizer(target_folder)
+        tokenizer = ModelTokenizer(target_folder, models.template_text())
+        if models.chat_template is not None:
+            tokenizer.chat_template()
+    except ChatTemplateError as error:
+        raise UsageError(f"models.chat_template is {models.chat_template}: {error}") from error
     except TokenizerError as error:
         raise UsageError(str(error)) from error
     try:

@@ -95,8 +95,9 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
 
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:
     """The tokenizer, and the sampling defaults. The demo and GGUF files have these only together with weights."""
-    source = resolve_model(config.models.target, Role.TARGET)
+    source, template = resolve_model(config.models.target, Role.TARGET), config.models.template_text()
     folder = fetch_tokenizer(source, lambda message, fraction: None)
     if source.kind is SourceKind.DEMO:
-        return ModelTokenizer(folder, demo_chat_template()), config.gateway.sampling or _DEMO_SAMPLING
-    return ModelTokenizer(folder), config.gateway.sampling or model_sampling_defaults(folder)
+        template = demo_chat_template() if template is None else template
+        return ModelTokenizer(folder, template), config.gateway.sampling or _DEMO_SAMPLING
+    return ModelTokenizer(folder, template), config.gateway.sampling or model_sampling_defaults(folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import ByteSize, field_validator
 
 from deploy.config.section import Section, described
+from deploy.errors import UsageError
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.models.drafting_head import is_drafting_head
 from engine.settings import (
@@ -19,6 +21,7 @@ from engine.settings import (
     EngineSettings,
 )
 from scheduler.messages import Role
+from services.gateway.settings import NodeFile
 
 DEMO = "demo"
 NGRAM = "ngram"
@@ -66,6 +69,9 @@ class ModelsSection(Section):
         "auto", "Weights: as the checkpoint has them, expanded to dtype (`none`), or those of a plain one rounded."
     )
     device: Device = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
+    chat_template: Annotated[NodeFile | None, typer.Option(parser=Path, metavar="FILE")] = described(
+        None, "File with a chat template, Jinja, in place of the target's own; on every node of a gateway."
+    )
     exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
     served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
 
@@ -79,6 +85,16 @@ class ModelsSection(Section):
             yield f"draft_kind is head, must be auto where draft is {self.draft_name}"
         elif self.draft_lookup and not self.drafts_with_model:
             yield f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}"
+
+    def template_text(self) -> str | None:
+        """The text of `chat_template`. Raises UsageError."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"models.chat_template is {self.chat_template}: {reason}") from error
 
     @property
     def draft_name(self) -> str:

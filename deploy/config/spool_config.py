@@ -222,7 +222,8 @@ class SpoolConfig(Section):
 
     @property
     def served_name(self) -> str:
-        return self.models.served_model_name or self.models.target
+        # `./folder/` is the folder that `folder` is.
+        return self.models.served_model_name or os.path.normpath(self.models.target)
 
     @property
     def vllm_model_name(self) -> str | None:

@@ -24,6 +24,7 @@ def settings_digest(config: SpoolConfig, sampling: SamplingSettings, vocabulary_
     numbers = [models.dtype, models.kv_cache_dtype, models.quantization, models.exact]
     content = [
         [models.target, vocabulary_digest.hex(), *numbers, config.engine.max_model_len],
+        *([] if models.chat_template is None else [models.template_text()]),
         sampling.model_dump(mode="json"),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

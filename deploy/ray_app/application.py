@@ -78,7 +78,7 @@ def _with_paths_found(config: SpoolConfig) -> SpoolConfig:
     named = {"target": config.models.target, "draft": config.models.draft}
     found = {field: str(Path(name).absolute()) for field, name in named.items() if name and _is_path(name)}
     if config.models.served_model_name is None:
-        found["served_model_name"] = config.models.target
+        found["served_model_name"] = config.served_name
     return config.model_copy(update={"models": config.models.model_copy(update=found)})
 
 

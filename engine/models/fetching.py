@@ -24,10 +24,10 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
         build_demo_models(progress)
         if source.folder is not None:
             return source.folder
-    if source.kind is SourceKind.GGUF:
+    if source.gguf is not None:
         from engine.quantization.gguf_folder import gguf_folder
 
-        return gguf_folder(Path(source.name).expanduser(), progress)
+        return gguf_folder(source.gguf, progress, source.template)
     return download_model(source.name, progress)
 
 

@@ -27,6 +27,9 @@ DEMO_RECIPE = 2
 DEMO_MARKER = "spool_demo.json"
 GGUF_WEIGHTS = "model.gguf"
 """In a model folder, a file of the GGUF format that holds the weights."""
+CHAT_TEMPLATE = "chat_template.jinja"
+# A GGUF file says itself what they say of other models.
+_NOT_BESIDE_GGUF = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _ASSETS = (".safetensors", ".json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -51,12 +54,14 @@ class SourceKind(Enum):
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where a model for `role` comes from. `folder` is where it is or will be; None for one to be found on the hub or
-    made of a GGUF file."""
+    made of the GGUF file `gguf`, with the chat template in the file `template` if there is one."""
 
     name: str
     kind: SourceKind
     folder: Path | None
     role: Role
+    gguf: Path | None = None
+    template: Path | None = None
 
     @property
     def ready(self) -> bool:
@@ -128,19 +133,35 @@ def resolve_model(name: str, role: Role) -> ModelSource:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
+            return _gguf_in_folder(name, path, role)
         if not _has_weights(path):
             raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors, {GGUF_WEIGHTS})")
         return ModelSource(name, SourceKind.FOLDER, path.resolve(), role)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelNotFoundError(f"{name}: no such file")
-        return ModelSource(name, SourceKind.GGUF, None, role)
+        return ModelSource(name, SourceKind.GGUF, None, role, path)
     if path.exists():
         raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model or a *.gguf file")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name}: no such folder, and not a hub id (organisation/model)")
     return ModelSource(name, SourceKind.HUB, _in_hub_cache(name), role)
+
+
+def _gguf_in_folder(name: str, folder: Path, role: Role) -> ModelSource:
+    """The model of the only GGUF file in a folder without a configuration; a chat template may lie beside it."""
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if not found:
+        raise ModelNotFoundError(f"{name}: the folder holds no config.json and no GGUF file, so no model")
+    if len(found) > 1:
+        raise ModelNotFoundError(f"{name}: the folder holds {len(found)} GGUF files, name one: {', '.join(found[:4])}")
+    for other in _NOT_BESIDE_GGUF:
+        if (folder / other).exists():
+            raise ModelNotFoundError(
+                f"{name}: the folder holds {other}, which is not read beside a GGUF file: name {folder / found[0]}"
+            )
+    template = folder / CHAT_TEMPLATE
+    return ModelSource(name, SourceKind.GGUF, None, role, folder / found[0], template if template.is_file() else None)
 
 
 def public_name(name: str) -> str:

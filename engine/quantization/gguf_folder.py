@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from engine.errors import UnsupportedModelError, one_line
-from engine.models.source import GGUF_WEIGHTS, Progress, cache_folder
+from engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
 from engine.quantization.gguf_file import GgufFile
 
 ARCHITECTURES = {
@@ -47,15 +47,17 @@ _GEMMA3_27B_LAYERS = 62
 _LOW, _HIGH, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
-def gguf_folder(path: Path, progress: Progress) -> Path:
-    """The folder of the model in the file at `path`, made in the cache folder where it is not there yet.
+def gguf_folder(path: Path, progress: Progress, template: Path | None = None) -> Path:
+    """The folder of the model in the file at `path`, made in the cache folder where it is not there yet. The file
+    `template` takes the place of the model's own chat template.
 
-    It has a link to the file, so its name tells files apart by their places too. Raises UnsupportedModelError.
+    It has links to the files, so its name tells files apart by their places too. Raises UnsupportedModelError.
     """
     progress(f"reading {path.name}", None)
     path = path.absolute()
     file = GgufFile(path)
-    digest = hashlib.sha256(f"{_RECIPE} {path} {path.stat().st_size} {file.header_digest()}".encode()).hexdigest()
+    parts = [_RECIPE, path, path.stat().st_size, file.header_digest(), *([template.absolute()] if template else [])]
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
     root = cache_folder() / "gguf"
     folder = root / digest[:16]
     if folder.is_dir():
@@ -67,6 +69,9 @@ def gguf_folder(path: Path, progress: Progress) -> Path:
             made.mkdir()
             write_model_files(file, made)
             (made / GGUF_WEIGHTS).symlink_to(path)
+            if template is not None:
+                (made / CHAT_TEMPLATE).unlink(missing_ok=True)
+                (made / CHAT_TEMPLATE).symlink_to(template.absolute())
             try:
                 made.rename(folder)
             except OSError:
@@ -100,7 +105,7 @@ def write_model_files(file: GgufFile, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     template = file.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:

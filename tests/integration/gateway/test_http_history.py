@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 from deploy.assembly.gateway import start_gateway
 from deploy.config.loading import load_configuration
+from services.gateway.answers.tools import Tool
+from services.gateway.completion import CompletionEngine
+from services.gateway.options import ChatPrompt
 from services.gateway.settings import GatewaySettings
 from services.rpc.channel_security import ChannelSecurity
 from tests.integration.gateway.expected import TIMEOUT
@@ -186,23 +190,40 @@ def test_a_template_sees_the_time_of_the_settings(talk: Open) -> None:
         assert model.backend.tokenizer.reads_clock
 
 
+def started(model: Path, options: Sequence[str]) -> CompletionEngine:
+    """A gateway of this model, which was started and has ended."""
+    byte_level().save(str(model / "tokenizer.json"))
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
+    port = f"gateway.port={free_ports(1)[0]}"
+    config = load_configuration(None, [f"models.target={model}", "gateway.grpc_port=null", port, *options])
+
+    async def start() -> CompletionEngine:
+        async with AsyncExitStack() as running:
+            security = ChannelSecurity()
+            engine, *_ = await start_gateway(
+                config, [], gateway_id="g", security=security, drain_seconds=1, share_port=False, running=running
+            )
+            return engine
+
+    return asyncio.run(start())
+
+
+def test_a_chat_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("no tools here")
+    (tmp_path / "own.jinja").write_text(HERMES)
+    engine = started(tmp_path, [f"models.chat_template={tmp_path / 'own.jinja'}"])
+    offered = Tool("weather", "Of a city", None, False)
+    tokens = asyncio.run(engine.tokenize(ChatPrompt(({"role": "user", "content": "Hi."},), {}, (offered,)), False))
+    prompt = engine.tokenizer.decode(tokens, False)
+    assert '"name": "weather"' in prompt
+    assert "<|im_start|>user\nHi.<|im_end|>" in prompt
+
+
 @pytest.mark.parametrize(("options", "warned"), [([], True), (["gateway.template_time=2024-02-29T23:59:00"], False)])
 def test_a_template_that_reads_the_clock_is_named_at_the_start(
     options: list[str], warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_text("")
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d') }}")
-    port = f"gateway.port={free_ports(1)[0]}"
-    config = load_configuration(None, [f"models.target={tmp_path}", "gateway.grpc_port=null", port, *options])
-
-    async def start() -> None:
-        async with AsyncExitStack() as running:
-            security = ChannelSecurity()
-            await start_gateway(
-                config, [], gateway_id="g", security=security, drain_seconds=1, share_port=False, running=running
-            )
-
-    asyncio.run(start())
+    started(tmp_path, options)
     assert (f"the chat template of {tmp_path} reads the clock" in caplog.text) == warned

@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "no-content.jsonl", {"messages": [{"role": "user"}]})
     write_lines(folder / "no-turns.jsonl", {"turns": []})
     write_lines(folder / "long.jsonl", {"prompt": "hello"}, {"prompt": "x" * 200})
+    (folder / "bad.jinja").write_text("{% for %}")
     (folder / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     return folder
 
@@ -72,6 +73,9 @@ BAD_INPUT = [
     (["/no/such/model"], "target model /no/such/model: no such folder"),
     (["no-weights"], "target model no-weights: the folder holds no weights"),
     (["no-tokenizer"], "holds no tokenizer.json"),
+    (["target", "--chat-template", "gone.jinja"], "gone.jinja: No such file or directory"),
+    (["target", "--chat-template", "bad.jinja"], "bad.jinja: the model's chat template does not compile: "),
+    (["target", "--chat-template", "binary.jsonl"], "binary.jsonl: 'utf-8' codec can't decode"),
     (["good.jsonl"], "good.jsonl is a file"),
     (["target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
     (

@@ -74,7 +74,7 @@ def test_an_output_that_ends_early_differs(tokenizer: ModelTokenizer) -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_digest_follows_what_changes_text() -> None:
+def test_settings_digest_follows_what_changes_text(tmp_path: Path) -> None:
     def digest(*overrides: str, vocabulary: bytes = b"v", **sampling: int) -> str:
         return settings_digest(load_configuration(None, overrides), SamplingSettings(**sampling), vocabulary)
 
@@ -87,7 +87,11 @@ def test_settings_digest_follows_what_changes_text() -> None:
         assert digest(same) == digest()
     models = ("target=another", "exact=false", "quantization=int4", "kv_cache_dtype=int8")
     other = [digest(f"models.{change}") for change in models] + [digest(seed=1), digest(max_tokens=5)]
-    assert len({digest(), digest(vocabulary=b"w"), *other}) == 8
+    template = tmp_path / "template.jinja"
+    for text in ("a", "b"):
+        template.write_text(text)
+        other.append(digest(f"models.chat_template={template}"))
+    assert len({digest(), digest(vocabulary=b"w"), *other}) == 10
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from engine.quantization.gguf_folder import gguf_folder
 from engine.quantization.gguf_model import gguf_weights
 from engine.quantization.weights import QuantizedWeight
 from scheduler.messages import Role
+from services.text.chat_template import ChatTemplateError
+from services.text.tokenizer import ModelTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [("h", "i"), ("1", "2"), ("12", "3"), ("Ġ", "hi")]
@@ -331,3 +333,31 @@ def test_a_file_by_its_name_is_a_model(tmp_path: Path, cache: Path, monkeypatch:
     assert taken == sum(4 * parameter.numel() for parameter in parameters.values())
     with pytest.raises(ModelNotFoundError, match=r"gone\.gguf: no such file"):
         resolve_model("gone.gguf", Role.TARGET)
+
+
+def test_a_folder_with_one_file_and_a_chat_template_is_a_model(tmp_path: Path) -> None:
+    beside = tmp_path / "model"
+    beside.mkdir()
+    write_model(beside / "small.gguf", "llama", changes=[lambda writer: writer.add_chat_template("{{ broken")])
+    alone = fetch_model(resolve_model(str(beside), Role.TARGET), SILENT)
+    with pytest.raises(ChatTemplateError):
+        ModelTokenizer(alone).chat_template()
+    (beside / "chat_template.jinja").write_text("{{ tools }}: {{ messages[0].content }}")
+    folder = fetch_model(resolve_model(f"{beside}/", Role.TARGET), SILENT)
+    template = ModelTokenizer(folder).chat_template(with_tools=True)
+    assert (template.takes_tools, template.render([{"content": "a"}], tools=[])) == (True, "[]: a")
+    assert folder != alone
+    assert fetch_model(resolve_model(str(beside / "small.gguf"), Role.TARGET), SILENT) == alone
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (alone / name).read_bytes()
+    # The text is that of the file whenever it is read.
+    (beside / "chat_template.jinja").write_text("b")
+    assert fetch_model(resolve_model(str(beside), Role.TARGET), SILENT) == folder
+    assert ModelTokenizer(folder).render_chat([{"content": "a"}]) == "b"
+    for other, message in (
+        ("tokenizer.json", r"holds tokenizer\.json, which is not read beside a GGUF file: name .*small\.gguf"),
+        ("another.gguf", r"holds 2 GGUF files, name one: another\.gguf, small\.gguf"),
+    ):
+        (beside / other).touch()
+        with pytest.raises(ModelNotFoundError, match=message):
+            resolve_model(str(beside), Role.TARGET)
