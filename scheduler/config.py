@@ -43,12 +43,13 @@ class SchedulerConfig:
     three targets, three times as many may run), `batch_size` those of a verify group, `draft_batch_size` those that one
     draft step proposes for (None: four batches, at least 64), and `prefill_chunk` the tokens that catch up in one step
     of any worker (None: half of those that its passes take). Every round drafts `draft_length` tokens, under AUTO up to
-    so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them submissions are refused. No
-    sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is taken to be
+    so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them submissions of keys that have
+    their part of the queue are refused (scheduler/transitions/admission_limits.py). No sequence waits voluntarily for
+    longer than `wait_bound_steps` times the verify step time, which is taken to be
     `initial_step_seconds` until it was measured. `steps_in_flight` includes the step that a worker runs. While targets
     verify proposals, a draft that has nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for
     none). With a `shared_device`, drafts and targets gain nothing by computing at the same time. `keys` are the classes
-    of the API keys that have a name; all other requests share one more, of weight 1 and without limits.
+    of the API keys that have a name; each other key has weight 1 and no limits.
 
     Raises `ValueError` naming field, value and limit.
     """

@@ -188,7 +188,7 @@ class SchedulerCore:
                 KeySnapshot(
                     one.key.name, one.running, one.waiting, one.prompt_tokens, one.output_tokens, dict(one.refusals)
                 )
-                for one in live.accounts
+                for one in live.accounts.totals()
             ),
             drafting_now=tuple(
                 DraftingSnapshot(

@@ -50,4 +50,4 @@ class KeyClass:
 
 
 NOBODY = KeyClass("")
-"""The class of requests that come without a key, with a key that has no name, or with a name that is not configured."""
+"""The class of every key that is not configured, as of those without a name, and of requests without a key."""

@@ -127,8 +127,8 @@ class SequenceRequest:
     `prompt_logprobs` asks for those of the prompt's tokens in the same way; they come with the first output, so that a
     resubmission with `committed_output` gets none.
 
-    `key` is the name of the API key that asks ("": none, or one without a name). `priority` orders the key's requests
-    among each other, and all sequences where KV pages run short: as in vLLM, a lower value is handled earlier.
+    `key` tells the requests of one API key from those of others ("": no key); one that is configured has a class of its
+    own. `priority` orders the key's requests among each other: as in vLLM, a lower value is handled earlier.
 
     Only sequences of the same `cache_scope` take over each other's KV.
 

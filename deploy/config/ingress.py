@@ -79,7 +79,7 @@ class KeySettings(Section):
 class AuthSettings(Section):
     """API keys of clients, and the certificate that they see."""
 
-    keys: tuple[KeySettings, ...] = described((), "API keys with a name. All others share one class of weight 1.")
+    keys: tuple[KeySettings, ...] = described((), "API keys with a name. Each other key has weight 1 and no limits.")
     api_keys: tuple[Secret, ...] = described((), "API keys without a name.")
     api_keys_env: str | None = described(
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1

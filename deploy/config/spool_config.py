@@ -63,7 +63,9 @@ class SchedulingSection(Section):
         "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
         "moving is expected to be faster than recomputing it, `always` or `never`.",
     )
-    max_queued_sequences: int = described(1024, "Sequences that may wait; more are refused.", ge=1)
+    max_queued_sequences: int = described(
+        1024, "Sequences that may wait; more are refused, of keys that have an equal part of them.", ge=1
+    )
     max_queued_tokens: int | None = described(None, "Tokens that may wait, prompts and answers. Unset: no bound.", ge=1)
     step_timeout_seconds: float = described(120.0, "Time after which a worker without an answer is lost.", gt=0)
     silence_timeout_seconds: float = described(

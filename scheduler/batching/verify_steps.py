@@ -88,7 +88,7 @@ class TargetPlanner:
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            next_ones = list(islice(target.prefilling.values(), most))
+            next_ones = list(islice(_by_service(target.prefilling.values()), most))
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
         if followers and all_fit and (chosen or not target.drafted):
@@ -100,7 +100,7 @@ class TargetPlanner:
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
         samples, and proposes. All that go on must, else they would be in two steps from then on where one would do."""
-        if target.draining or not target.outstanding:
+        if target.draining or target is self._lifecycle.resting or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
         return followers if followers and self._lifecycle.knows_next(target, followers) else []
@@ -174,10 +174,13 @@ class TargetPlanner:
     ) -> bool:
         """Returns whether pages were found for all."""
         all_fit = True
+        resting = target is self._lifecycle.resting
         for sequence in sequences:
             if budget <= 0:
                 break
             if sequence.state is not PREFILLING or (start := target.prefill_from(sequence)) is None:
+                continue
+            if resting and sequence.sequence_id in target.in_flight:
                 continue
             room = budget if sequence.request.prompt_logprobs is None else min(budget, MAX_SCORED_TOKENS)
             end = min(sequence.length, start + room)
@@ -197,9 +200,9 @@ class TargetPlanner:
         return all_fit
 
     def _make_room(self, target: TargetWorker, sequence: Sequence, entry: KvEntry, positions: int) -> bool:
-        """Makes room for the row, at the expense of the last in rank; False when the sequence must miss this step.
+        """Makes room for the row, at the expense of the last in precedence; False: the sequence must miss this step.
 
-        The first in rank of a target's sequences always gets through, at the latest when the steps in flight are back.
+        The first in precedence of a target's sequences gets through at the latest when the steps in flight are back.
         """
         while not target.reserve(entry, positions):
             victim = target.last_idle(sequence)
@@ -209,6 +212,11 @@ class TargetPlanner:
             if victim is None:
                 return False
         return True
+
+
+def _by_service(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Those of the keys that were served least for their weight come first; of equal ones, who began first."""
+    return sorted(sequences, key=lambda sequence: sequence.account.served)
 
 
 def _describe(group: list[Row], forced: bool, waited: float) -> GroupFormed | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from scheduler.key_class import NOBODY, KeyClass
+
+_MOST_IDLE = 256
 
 
 class KeyAccount:
@@ -30,8 +33,21 @@ class KeyAccount:
         self._filled_at: float | None = None
 
     @property
+    def share(self) -> float:
+        """Running sequences for the key's weight."""
+        return self.running / self.key.weight
+
+    @property
     def may_run_more(self) -> bool:
         return self.key.max_running is None or self.running < self.key.max_running
+
+    def count(self, other: KeyAccount) -> None:
+        """Adds what another key has and was served."""
+        self.running += other.running
+        self.waiting += other.waiting
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.refusals += other.refusals
 
     def raise_to(self, served: float) -> None:
         """The key was idle, and has no claim to what it was not served meanwhile."""
@@ -75,16 +91,37 @@ class KeyAccount:
 
 
 class KeyAccounts:
-    """The accounts of all configured keys, and one for everybody else: names nobody configured have none of their own,
-    so that what clients or gateways make up cannot make the tables grow."""
+    """The accounts of all configured keys, and one of weight 1 for each other name that has live sequences.
+
+    Of other names, at most `_MOST_IDLE` accounts without sequences are kept, so that names which clients or gateways
+    make up cannot make the tables grow. What dropped accounts were served is counted for `NOBODY`.
+    """
 
     def __init__(self, keys: Iterable[KeyClass]) -> None:
-        self._nobody = KeyAccount(NOBODY)
-        self._accounts = {key.name: KeyAccount(key) for key in keys}
+        self._configured = {key.name: KeyAccount(key) for key in keys}
+        self._dropped = KeyAccount(NOBODY)
+        self._others: dict[str, KeyAccount] = {}
 
     def __iter__(self) -> Iterator[KeyAccount]:
-        yield self._nobody
-        yield from self._accounts.values()
+        return chain(self._others.values(), self._configured.values())
 
     def of(self, name: str) -> KeyAccount:
-        return self._accounts.get(name, self._nobody)
+        account = self._configured.get(name) or self._others.get(name)
+        if account is None:
+            if len(self._others) >= 2 * _MOST_IDLE:
+                self._drop_idle()
+            account = self._others[name] = KeyAccount(NOBODY)
+        return account
+
+    def totals(self) -> list[KeyAccount]:
+        """For each class, what its keys have and were served; the class of keys that are not configured comes first."""
+        total = KeyAccount(NOBODY)
+        for one in (self._dropped, *self._others.values()):
+            total.count(one)
+        return [total, *self._configured.values()]
+
+    def _drop_idle(self) -> None:
+        """Forgets the accounts without sequences that were made first, all but `_MOST_IDLE` of them."""
+        idle = [name for name, one in self._others.items() if not (one.waiting or one.running)]
+        for name in idle[: max(0, len(idle) - _MOST_IDLE)]:
+            self._dropped.count(self._others.pop(name))

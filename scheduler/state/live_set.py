@@ -42,6 +42,14 @@ class WaitingQueue:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._members
 
+    def part_of(self, total: int, account: KeyAccount) -> int:
+        """An equal part of a total for each key with waiting sequences, the account's counted in; at least 1."""
+        return max(1, total // len(self._by_key.keys() | {account}))
+
+    def tokens_of(self, account: KeyAccount) -> int:
+        """Committed tokens of the key's waiting sequences."""
+        return sum(sequence.length for sequence in self._by_key.get(account, ()))
+
     def members(self) -> list[Sequence]:
         """All waiting sequences, oldest first. Sorts them, so for rare events only."""
         return sorted(self._members.values(), key=lambda sequence: sequence.order)
@@ -59,6 +67,8 @@ class WaitingQueue:
         del self._members[sequence.sequence_id]
         line = self._by_key[account]
         del line[bisect_left(line, sequence.rank, key=_rank)]
+        if not line:
+            del self._by_key[account]
         self.tokens -= sequence.length
         account.waiting -= 1
         self.update(account)

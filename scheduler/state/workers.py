@@ -43,9 +43,9 @@ _NOTHING_TO_SCORE = sys.maxsize
 class Sequence:
     """All that the core knows of a live sequence.
 
-    `order` is the order of arrival: smaller is older. `rank` (priority, then order) is the one order in which sequences
-    give way: where room is short, those of the highest rank lose theirs first. `length` counts committed tokens, and
-    changes only in PREFILLING and VERIFYING. At length `end` the sequence has all tokens that it may get.
+    `order` is the order of arrival: smaller is older. `rank` (priority, then order) orders the sequences of a key.
+    `length` counts committed tokens, and changes only in PREFILLING and VERIFYING. At length `end` the sequence has all
+    tokens that it may get.
     """
 
     request: SequenceRequest
@@ -114,6 +114,12 @@ class Sequence:
             self.score_from = 0
         self.suspected, self.suspicions = request.suspicion.tokens > 0, request.suspicion.count
         self.suspected_until = self.length + request.suspicion.tokens
+
+    @property
+    def precedence(self) -> tuple[float, int, int]:
+        """The one order in which sequences give way: where pages are short, those of the key that runs most for its
+        weight lose theirs first, and of these the last in rank. It changes with what keys run."""
+        return self.account.share, *self.rank
 
     def scoring(self, start: int, end: int) -> PromptScoring | None:
         """What the target is to tell of the prompt with a row that feeds the tokens [start, end): perhaps nothing yet,
@@ -215,10 +221,11 @@ class WorkerState:
         entry.room = -(-positions // self.page_size) * self.page_size
         return True
 
-    def has_room(self, positions: int) -> bool:
-        """Some pages are kept back from newcomers, for the sequences here to grow into."""
-        spare = -(-len(self.sequences) // 4)
-        return positions <= self.capacity and self.pages_for(positions) + spare <= self.free_pages
+    def has_room(self, positions: int, leaving: int = 0, pages: int = 0) -> bool:
+        """Once so many sequences with so many `pages` have left. Some pages are kept back from newcomers, for the
+        sequences here to grow into."""
+        spare = -(-(len(self.sequences) - leaving) // 4)
+        return positions <= self.capacity and self.pages_for(positions) + spare <= self.free_pages + pages
 
     def place(self, sequence: Sequence, positions: int) -> None:
         """Places the sequence here. `has_room` must have said yes; raises RuntimeError otherwise."""
@@ -265,15 +272,16 @@ class WorkerState:
             del self.in_flight[row.sequence_id]
 
     def has_behind(self, sequence: Sequence) -> bool:
-        """Whether any sequence here gives way to this one: it is of less priority, or younger."""
-        return any(other.rank > sequence.rank for other in self.sequences.values())
+        """Whether any sequence here gives way to this one."""
+        precedence = sequence.precedence
+        return any(other.precedence > precedence for other in self.sequences.values())
 
     def last_idle(self, sequence: Sequence) -> Sequence | None:
         """The sequence that gives way first, of those here that give way to this one and have no row in flight."""
-        last, rank = None, sequence.rank
+        last, precedence = None, sequence.precedence
         for sequence_id, other in self.sequences.items():
-            if other.rank > rank and sequence_id not in self.in_flight:
-                last, rank = other, other.rank
+            if other.precedence > precedence and sequence_id not in self.in_flight:
+                last, precedence = other, other.precedence
         return last
 
     def make_row(

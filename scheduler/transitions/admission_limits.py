@@ -1,4 +1,9 @@
-"""What a new sequence must not exceed: the limits of its key, and those of the queue."""
+"""What a new sequence must not exceed: the limits of its key, and those of the queue.
+
+Where the queue is full, a key is refused only if it has its part of the queue: as many waiting sequences as each of
+the keys that wait would have if all had equally many. So no key finds the queue filled by others, and a key that waits
+alone may fill it. With k keys, at most 1 + 1/2 + ... + 1/k times the limit waits.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ class AdmissionLimits:
         if _is_known(sequence):
             return None
         account, waiting, config = sequence.account, self._live.waiting, self._config
+        most, most_tokens = config.max_queued_sequences, config.max_queued_tokens
         key, seconds, cause = account.key, account.seconds_until_token(now), RefusalCause.QUEUE_FULL
         if seconds > 0:
             limit, cause = TOKENS_PER_MINUTE, RefusalCause.KEY_LIMIT
@@ -31,15 +37,22 @@ class AdmissionLimits:
         elif key.max_waiting is not None and account.waiting >= key.max_waiting:
             limit, cause = MAX_WAITING, RefusalCause.KEY_LIMIT
             message = f"{account.waiting} sequences wait, max_waiting of key {key.name} is {key.max_waiting}"
-        elif len(waiting) >= config.max_queued_sequences:
+        elif len(waiting) >= most and account.waiting >= waiting.part_of(most, account):
             limit = MAX_QUEUED_SEQUENCES
-            message = f"{len(waiting)} sequences wait, the limit is {config.max_queued_sequences}"
-        elif (most := config.max_queued_tokens) is not None and 0 < waiting.tokens > most - sequence.length:
+            message = f"{len(waiting)} sequences wait, the limit is {most}"
+        elif most_tokens is not None and self._too_many_tokens(sequence, most_tokens):
             limit = MAX_QUEUED_TOKENS
-            message = f"{waiting.tokens} tokens wait, {sequence.length} more would pass the limit of {most}"
+            message = f"{waiting.tokens} tokens wait, {sequence.length} more would pass the limit of {most_tokens}"
         else:
             return None
         return limit, RefuseSequence(sequence.sequence_id, cause, message, seconds or None)
+
+    def _too_many_tokens(self, sequence: Sequence, most: int) -> bool:
+        """Whether the sequence passes both the limit of the queue and its key's part of that."""
+        account, waiting, length = sequence.account, self._live.waiting, sequence.length
+        if not 0 < waiting.tokens > most - length:
+            return False
+        return 0 < waiting.tokens_of(account) > waiting.part_of(most, account) - length
 
     def debit(self, sequence: Sequence, now: float) -> None:
         """Takes the prompt from the key's tokens at once: of prompts that come together, not all find the same ones."""

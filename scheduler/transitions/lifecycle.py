@@ -36,6 +36,7 @@ from scheduler.state.workers import (
     change_state,
 )
 from scheduler.statistics import Counters
+from scheduler.transitions.making_way import find_way
 
 MAX_MOVES_PER_TARGET = 4
 """Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""
@@ -56,6 +57,8 @@ class Lifecycle:
         self._moves: dict[int, KvMove] = {}
         """Those that were not answered yet."""
         self._last_move_id = 0
+        self.resting: TargetWorker | None = None
+        """Whose sequences are to have no second row in flight, so that some can make way for a waiting one."""
         self._draining: dict[str, TargetWorker] = {}
         self._max_per_target = config.batch_size if config.policy is Policy.EQSPEC else None
         """Sequences on one target: EQSPEC verifies all of them together."""
@@ -210,13 +213,13 @@ class Lifecycle:
 
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
-        live, admitted = self.live, False
-        while live.waiting and self._slot_is_free() and (sequence := live.waiting.first()) is not None:
-            if not self.fits_somewhere(sequence):
+        live, admitted, self.resting = self.live, False, None
+        while live.waiting and (sequence := live.waiting.first()) is not None:
+            if self.fleet.accepting and not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
             positions = self._next_positions(sequence)
-            target = self._pick_target(sequence, positions)
+            target = self._take_place(sequence, positions)
             if target is None:
                 break
             live.start(sequence)
@@ -231,6 +234,20 @@ class Lifecycle:
             change_state(sequence, PREFILLING)
             admitted = True
         return admitted
+
+    def _take_place(self, sequence: Sequence, positions: int) -> TargetWorker | None:
+        """The target for a waiting sequence; those of a key that runs more may make way for it. None: it waits."""
+        target = self._pick_target(sequence, positions) if self._slot_is_free() else None
+        if target is None:
+            targets = self.fleet.targets.values()
+            way = find_way(sequence, positions, self.live, targets, self.fleet.max_running, self._max_per_target)
+            if way is not None and way.busy:
+                self.resting = way.target
+            elif way is not None:
+                for other in way.leaving:
+                    self.preempt(other)
+                target = self._pick_target(sequence, positions)
+        return target
 
     def _pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
         scope = sequence.request.cache_scope

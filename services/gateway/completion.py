@@ -38,7 +38,7 @@ from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_cha
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.gateway.token_strings import TokenStrings
-from services.observability.request_ids import current_key, current_request_id, current_traceparent
+from services.observability.request_ids import current_account, current_request_id, current_traceparent
 from services.observability.tracing import begin_request_span, end_span, traceparent_of
 from services.receipts.fingerprint import differences, fingerprint_name
 from services.receipts.receipt import Receipt
@@ -306,7 +306,7 @@ class CompletionEngine:
             top_logprobs=options.top_logprobs,
             request_id=current_request_id(),
             traceparent=traceparent,
-            key=current_key(),
+            key=current_account(),
             priority=options.priority,
             cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
             prompt_logprobs=options.prompt_logprobs,

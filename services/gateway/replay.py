@@ -11,7 +11,7 @@ from services.backend.sequence_stream import AdmissionRefusedError, SequenceFail
 from services.gateway.api_keys import cache_scope
 from services.gateway.completion import CompletionEngine
 from services.gateway.errors import invalid
-from services.observability.request_ids import current_key, current_request_id
+from services.observability.request_ids import current_account, current_request_id
 from services.receipts.fingerprint import differences
 from services.receipts.receipt import Receipt, ReceiptError
 from services.scheduler_client.remote_stream import RemoteStream
@@ -52,7 +52,7 @@ async def _submitted(receipt: Receipt, engine: CompletionEngine) -> RemoteStream
         sampling=receipt.sampling,
         draft_length=_DRAFT_LENGTH,
         request_id=current_request_id(),
-        key=current_key(),
+        key=current_account(),
         priority=MAX_PRIORITY,
         cache_scope=cache_scope("", engine.settings.share_prefix_cache),
         logits_digests=True,

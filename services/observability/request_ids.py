@@ -42,6 +42,13 @@ def current_key() -> str:
     return _key.get()
 
 
+def current_account() -> str:
+    """Whose part of a cell the request takes: the key's name or, of a key without one, a part of its digest, which no
+    name can be. Empty if there was no key."""
+    digest = _key_digest.get()
+    return _key.get() or (f"#{digest[:8].hex()}" if digest else "")
+
+
 def current_key_digest() -> bytes:
     """Of the API key that the request showed; empty if there was none."""
     return _key_digest.get()

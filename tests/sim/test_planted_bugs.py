@@ -16,6 +16,7 @@ from scheduler.core import SchedulerCore
 from scheduler.messages import EmitTokens, Outcome, SequenceRequest
 from scheduler.page_counts import PageCounts
 from scheduler.state.key_accounts import KeyAccount
+from scheduler.state.live_set import WaitingQueue
 from scheduler.state.worker_records import KvEntry
 from scheduler.state.workers import Sequence, TargetWorker, WorkerState
 from services.scheduler import session
@@ -152,6 +153,11 @@ def priority_is_ignored(patch: Patch) -> None:
     patch.setattr(Sequence, "__init__", without)
 
 
+def keys_have_no_part_of_the_queue(patch: Patch) -> None:
+    patch.setattr(WaitingQueue, "part_of", lambda self, total, account: 0)
+    patch.setattr(WaitingQueue, "tokens_of", lambda self, account: self.tokens)
+
+
 def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
     """Two steps ahead, at a place that nobody knows yet."""
 
@@ -210,6 +216,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (rows_that_follow_verify_nothing, 3, (), "audit: .*is not accepted, although the target chose it"),
         (nobody_ends_a_wait, 0, (), "overdue"),
         (priority_is_ignored, 5, (), "comes first"),
+        (keys_have_no_part_of_the_queue, 0, (), "and none of that key waits"),
     ],
 )
 def test_planted_bug_is_found(

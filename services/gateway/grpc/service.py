@@ -26,7 +26,8 @@ from services.gateway.grpc.messages import (
     usage_message,
 )
 from services.gateway.replay import replay
-from services.observability.request_ids import given_in
+from services.gateway.turns import KeyTurns
+from services.observability.request_ids import current_account, given_in
 from services.rpc.channel_options import MAX_MESSAGE_BYTES
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
@@ -39,8 +40,8 @@ _LIMIT_METADATA = "spool-max-message-bytes"
 _DEFAULT_LIMIT = 4 * 1024 * 1024
 # Of a token with its text, and of a log probability.
 _TOKEN_BYTES, _LOGPROB_BYTES = 10, 28
-# Of one call; no more of its receipts are read.
-_REPLAYS_AT_ONCE = 256
+# Of a key, in all of its calls; no more receipts are read. They take few places in the scheduler's queue.
+_REPLAYS_AT_ONCE = 32
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, engine: CompletionEngine) -> None:
         self.engine = engine
         self._choices = ChoiceMessages(engine.strings)
+        self._replays = KeyTurns(None, _REPLAYS_AT_ONCE)
 
     @_answered
     async def Generate(  # noqa: N802
@@ -155,20 +157,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Replay(  # noqa: N802
         self, requests: AsyncIterator[pb.ReplayRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        room, writing = asyncio.Semaphore(_REPLAYS_AT_ONCE), asyncio.Lock()
+        account, writing = current_account(), asyncio.Lock()
 
         async def one(index: int, receipt: str) -> None:
             reason = await replay(receipt, self.engine)
             async with writing:
                 await context.write(pb.ReplayResponse(index=index, equal=reason is None, reason=reason or ""))
-            room.release()
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 number = itertools.count()
                 async for request in requests:
-                    await room.acquire()
-                    tasks.create_task(one(next(number), request.receipt))
+                    await self._replays.take(account)
+                    replaying = tasks.create_task(one(next(number), request.receipt))
+                    replaying.add_done_callback(lambda _: self._replays.give_back(account))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 

@@ -15,12 +15,15 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
-from services.gateway.settings import GatewaySettings, NamedKey
+from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
 from services.observability.logs import LogFormat, install_logs
+from spool_client.v1 import generation_pb2 as pb
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
@@ -180,3 +183,79 @@ def test_what_other_keys_see_names_neither_key_nor_request(outcome: Outcome) -> 
     assert "spool_" in text
     for private in (*SECRETS.values(), "held-0", SALT, r"\bqueued\b"):
         assert not re.search(private, text), private
+
+
+GREEDY, MODEST = "key-that-asks-for-everything", "key-that-asks-for-little"
+PRIVATE = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+WITHOUT_NAMES = GatewaySettings(
+    api_keys=(SecretStr(GREEDY), SecretStr(MODEST)),
+    receipt_key=SecretStr(PRIVATE),
+    sampling=SamplingDefaults(temperature=0),
+)
+
+
+def showing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_without_a_name_cannot_fill_the_queue_of_another(tmp_path: Path) -> None:
+    """Each choice of a request counts as one that waits."""
+
+    async def drive() -> None:
+        tokenizer, watched = save_tokenizer(tmp_path), WatchedEngine()
+        config = SchedulerConfig(policy=Policy.RAGGED, max_running=2, max_queued_sequences=8)
+        async with (
+            running_cell(config=config, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
+            running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
+            clients_of(served) as clients,
+        ):
+
+            async def ask(key: str, n: int) -> Answer:
+                return await clients.over_http([20, 21], headers=showing(key), n=n, **TOKENS)
+
+            watched.watch(cell.workers[1].executor)
+            watched.gate.close()
+            held = [asyncio.create_task(ask(GREEDY, 5)) for _ in range(2)]
+            await until(lambda: cell.live_sequences == 10)
+            assert (await ask(GREEDY, 1)).status == 429
+            held += [asyncio.create_task(ask(MODEST, 2)) for _ in range(2)]
+            await until(lambda: cell.live_sequences == 14)
+            assert (await ask(MODEST, 1)).status == 429
+            watched.gate.open()
+            assert [(await one).status for one in held] == [200] * 4
+
+    asyncio.run(drive())
+
+
+def test_replays_of_one_key_leave_the_queue_to_others(tmp_path: Path) -> None:
+    """Six calls with many receipts each: few of them wait with the scheduler, the rest with the client."""
+
+    async def drive() -> None:
+        tokenizer, watched = save_tokenizer(tmp_path), WatchedEngine()
+        config = SchedulerConfig(policy=Policy.RAGGED, max_running=2, max_queued_sequences=40)
+        async with (
+            running_cell(config=config, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
+            running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
+            clients_of(served) as clients,
+        ):
+
+            async def replayed() -> list[bool]:
+                requests = [pb.ReplayRequest(receipt=receipt)] * 100
+                call = clients.stub.Replay(iter(requests), metadata=tuple(showing(GREEDY).items()), timeout=LONG)
+                return [answer.equal async for answer in call]
+
+            asked = {"prompt": [20, 21], "receipt": True, **TOKENS}
+            answer = await clients.http.post("/v1/completions", json=asked, headers=showing(GREEDY))
+            receipt = json.dumps(answer.json()["choices"][0]["receipt"])
+            watched.watch(cell.workers[1].executor)
+            watched.gate.close()
+            replays = [asyncio.create_task(replayed()) for _ in range(6)]
+            await until(lambda: cell.live_sequences >= 32)
+            others = [asyncio.create_task(clients.over_http([20, 21], headers=showing(MODEST), **TOKENS)) for _ in "12"]
+            await until(lambda: cell.live_sequences >= 34)
+            assert cell.live_sequences == 34
+            watched.gate.open()
+            assert [(await one).status for one in others] == [200] * 2
+            assert [all(await one) for one in replays] == [True] * 6
+
+    asyncio.run(drive())

@@ -12,6 +12,8 @@ from scheduler.messages import (
     Command,
     EmitTokens,
     Event,
+    RefusalCause,
+    RefuseSequence,
     Role,
     Row,
     SendStep,
@@ -76,6 +78,8 @@ class WatchedCore(SchedulerCore):
                 self._lengths[command.sequence_id] += len(command.tokens)
         if isinstance(event, SequenceSubmitted):  # others that wait may be let in before it
             self._check_turns(event.request.sequence_id)
+            if any(isinstance(one, RefuseSequence) and one.cause is RefusalCause.QUEUE_FULL for one in commands):
+                self._check_full_queue(event.request.key)
         self._calls += 1
         if self._calls % _CHECK_EVERY == 0:
             with self._failing_on("comparing its records"):
@@ -147,6 +151,11 @@ class WatchedCore(SchedulerCore):
         for key, rank in begun:
             if waiting.get(key, rank) < rank:
                 self._fail(f"begins sequence {rank[1]}, another of its key comes first")
+
+    def _check_full_queue(self, name: str) -> None:
+        """No key finds it filled by others."""
+        if not any(key.waiting for key in self.snapshot().keys if key.name == name):
+            self._fail(f"refuses a sequence of key {name!r} for a full queue, and none of that key waits")
 
     def _check_keys(self) -> None:
         limits = {key.name: key.max_running for key in self._world.plan.config.keys}

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
+from scheduler.config import Policy
 from scheduler.key_class import KeyClass
-from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, RefusalCause, RefuseSequence
-from tests.unit.scheduler.driver import Driver, of_type
+from scheduler.messages import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    FinishReason,
+    FinishSequence,
+    RefusalCause,
+    RefuseSequence,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+)
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, prompt_of
 
 NUMBERS = itertools.count(1000)
 
@@ -115,9 +128,115 @@ def test_idleness_saves_nothing_up() -> None:
     assert gained["late"] > 300
 
 
-def test_names_that_are_not_configured_share_one_account() -> None:
+def test_figures_name_only_keys_that_are_configured() -> None:
     driver = driver_of(KeyClass("a"))
-    for sequence_id, key in enumerate(("a", "", "made up", "made up, too")):
+    for sequence_id, key in enumerate(("a", "", "#1", "made up")):
         driver.submit(sequence_id, prompt_length=5, max_tokens=2, key=key)
     driver.settle()
     assert {key.name: key.prompt_tokens for key in driver.core.snapshot().keys} == {"": 15, "a": 5}
+
+
+def test_figures_of_many_names_are_not_lost() -> None:
+    """However many names come, in whatever order their sequences end."""
+    driver = driver_of()
+    for number in range(3000):
+        driver.core.apply(SequenceSubmitted(SequenceRequest(number, (1, 2), 1, key=f"#{number}")), 0.0)
+        if number % 100 == 99:
+            driver.plan()
+            driver.settle()
+    (nobody,) = driver.core.snapshot().keys
+    assert (nobody.prompt_tokens, nobody.output_tokens, nobody.running, nobody.waiting) == (6000, 3000, 0, 0)
+
+
+def test_no_key_finds_the_queue_filled_by_others() -> None:
+    """Alone, a key has all of it. Where it is full, each key gets an equal part."""
+    driver = driver_of(max_running=1, max_queued_sequences=6)
+    refused(driver, 0, key="#0")  # runs
+    waiting = {
+        key: sum(refused(driver, next(NUMBERS), key=key) is None for _ in range(9)) for key in ("#1", "#2", "#3")
+    }
+    assert waiting == {"#1": 6, "#2": 3, "#3": 2}
+    refusal = refused(driver, next(NUMBERS), key="#1")
+    assert refusal is not None
+    assert refusal.cause is RefusalCause.QUEUE_FULL
+    assert refusal.message == "11 sequences wait, the limit is 6"
+
+
+def test_no_key_finds_the_tokens_of_the_queue_taken_by_others() -> None:
+    driver = driver_of(max_running=1, max_queued_tokens=60)
+    refused(driver, 0, key="#0")  # runs
+    waiting = {
+        key: sum(refused(driver, next(NUMBERS), key=key, prompt_length=10) is None for _ in range(9))
+        for key in ("#1", "#2")
+    }
+    assert waiting == {"#1": 6, "#2": 3}
+    assert refused(driver, next(NUMBERS), key="#3", prompt_length=50) is None  # none of this key waits
+
+
+def steps_to_first_token(driver: Driver, sequence_id: int) -> int:
+    for step in range(1, 100):
+        driver.answer("target")
+        if outputs(driver, sequence_id):
+            return step
+    raise AssertionError("no token came")
+
+
+@pytest.mark.parametrize("keys", [("greedy", "modest"), ("#greedy", "#modest")], ids=["named", "without names"])
+@pytest.mark.parametrize(
+    ("prompt_length", "pages"), [(8, 100_000), (900, 100_000), (40, 1200)], ids=["places", "long prompts", "pages"]
+)
+def test_beside_a_key_that_asks_for_everything_a_second_one_is_served_at_once(
+    keys: tuple[str, str], prompt_length: int, pages: int
+) -> None:
+    """60 requests of 32 choices that go on for long, whatever runs short: the first token of each of the other key's
+    requests comes within five steps. Nobody's output changes."""
+    greedy, modest = keys
+    classes = [KeyClass(key) for key in keys if not key.startswith("#")]
+    driver = Driver(policy=Policy.AUTO, keys=tuple(classes))
+    driver.join("target", pages=pages)
+    for sequence_id in range(60 * 32):
+        request = SequenceRequest(sequence_id, prompt_of(sequence_id, prompt_length), 80, key=greedy)
+        driver.core.apply(SequenceSubmitted(request), driver.now)
+    driver.plan()
+    for _ in range(30):
+        driver.answer("target")
+    ids = range(10_000, 10_004)
+    for sequence_id in ids:
+        assert refused(driver, sequence_id, key=modest, prompt_length=20, max_tokens=60) is None
+        assert steps_to_first_token(driver, sequence_id) <= 5
+    for sequence_id in range(40, 60 * 32):
+        driver.core.apply(SequenceCancelled(sequence_id), driver.now)
+    driver.settle()
+    begun = {one.sequence_id for one in of_type(driver.log, FinishSequence) if one.reason is FinishReason.LENGTH}
+    assert begun == {*range(40), *ids}
+    for sequence_id in begun:
+        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
+
+
+def test_of_few_places_a_second_key_gets_one_at_once() -> None:
+    """Although the next row of each sequence is sent before the one under way is answered."""
+    driver = driver_of(max_running=4, draft_length=0, policy=Policy.AUTO)
+    for sequence_id in range(20):
+        driver.submit(sequence_id, max_tokens=300, key="#greedy")
+    for _ in range(10):
+        driver.answer("target")
+    driver.submit(100, max_tokens=50, key="#modest")
+    assert steps_to_first_token(driver, 100) <= 5
+    driver.settle(max_steps=5000)
+    for sequence_id in (*range(20), 100):
+        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
+
+
+def test_a_key_that_asks_for_little_keeps_its_pages() -> None:
+    """However urgent another key's requests are said to be: no other sequence takes those of the only one."""
+    driver = Driver(draft_length=0)
+    driver.join("target", pages=200)
+    driver.submit(0, max_tokens=200, key="#modest")
+    for sequence_id in range(10, 40):
+        driver.submit(sequence_id, max_tokens=200, key="#greedy", priority=MIN_PRIORITY)
+    driver.settle(max_steps=20_000)
+    begun = Counter(
+        row.sequence_id for step in of_type(driver.log, SendStep) for row in step.rows if row.opening is not None
+    )
+    assert begun[0] == 1
+    assert begun.total() > len(begun), "pages were never short"

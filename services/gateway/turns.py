@@ -1,0 +1,76 @@
+"""Places that keys share: whoever asks for many waits for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class TooManyWaitError(Exception):
+    """As many of the key wait as may."""
+
+
+class KeyTurns:
+    """At most `places` (None: any number) are taken at a time, of them `of_a_key` by one key, and at most
+    `waiting_of_a_key` (None: any number) of a key wait for one. Keys that wait get places in turn."""
+
+    def __init__(self, places: int | None, of_a_key: int, waiting_of_a_key: int | None = None) -> None:
+        self._places, self._of_a_key, self._waiting_of_a_key = places, of_a_key, waiting_of_a_key
+        self._taken: Counter[str] = Counter()
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        """Of the keys that wait, the next one first."""
+
+    @asynccontextmanager
+    async def place(self, key: str) -> AsyncIterator[None]:
+        """Takes a place, once there is one for the key. Raises TooManyWaitError."""
+        await self.take(key)
+        try:
+            yield
+        finally:
+            self.give_back(key)
+
+    async def take(self, key: str) -> None:
+        """As `place` does; `give_back` must follow."""
+        line = self._lines.get(key)
+        if line is None and self._has_place(key):
+            self._taken[key] += 1
+            return
+        if line is not None and self._waiting_of_a_key is not None and len(line) >= self._waiting_of_a_key:
+            raise TooManyWaitError
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(key, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(key, turn)
+            else:  # it came just then
+                self.give_back(key)
+            raise
+
+    def give_back(self, key: str) -> None:
+        self._taken[key] -= 1
+        if not self._taken[key]:
+            del self._taken[key]
+        for waiting in list(self._lines):
+            if self._has_place(waiting):
+                line = self._lines.pop(waiting)
+                turn = next((one for one in line if not one.cancelled()), None)
+                if turn is not None:
+                    line.remove(turn)
+                    turn.set_result(None)
+                    self._taken[waiting] += 1
+                if line:
+                    self._lines[waiting] = line  # behind the others
+
+    def _has_place(self, key: str) -> bool:
+        free = self._places is None or self._taken.total() < self._places
+        return free and self._taken[key] < self._of_a_key
+
+    def _leave(self, key: str, turn: asyncio.Future[None]) -> None:
+        line = self._lines[key]
+        line.remove(turn)
+        if not line:
+            del self._lines[key]

@@ -1,0 +1,87 @@
+"""Places that keys share."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.turns import KeyTurns, TooManyWaitError
+
+
+async def begun(turns: KeyTurns, keys: str) -> tuple[list[asyncio.Task[None]], list[str]]:
+    """A task for each letter, which is a key, that takes a place and keeps it; and whose turn came, in order."""
+    came: list[str] = []
+
+    async def take(key: str) -> None:
+        await turns.take(key)
+        came.append(key)
+
+    tasks = [asyncio.create_task(take(key)) for key in keys]
+    await asyncio.sleep(0)
+    return tasks, came
+
+
+async def given_back(turns: KeyTurns, *keys: str) -> None:
+    for key in keys:
+        turns.give_back(key)
+        await asyncio.sleep(0)
+
+
+def test_keys_that_wait_get_places_in_turn() -> None:
+    async def drive() -> None:
+        turns = KeyTurns(2, 2)
+        tasks, came = await begun(turns, "aaaaabbc")
+        assert came == ["a", "a"]
+        await given_back(turns, *"aabcab")
+        assert came == [*"aa", *"abcaba"]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(drive())
+
+
+def test_a_key_has_no_more_places_than_it_may() -> None:
+    async def drive() -> None:
+        turns = KeyTurns(None, 2)
+        tasks, came = await begun(turns, "aaaab")
+        assert came == ["a", "a", "b"]
+        await given_back(turns, "b")
+        assert came == ["a", "a", "b"]
+        await given_back(turns, "a", "a")
+        assert came == [*"aab", *"aa"]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(drive())
+
+
+def test_more_of_a_key_than_may_wait_are_refused_and_others_are_not() -> None:
+    async def drive() -> None:
+        turns = KeyTurns(1, 1, 2)
+        tasks, came = await begun(turns, "aaab")
+        with pytest.raises(TooManyWaitError):
+            await turns.take("a")
+        await given_back(turns, *"aab")
+        assert came == [*"aaba"]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(drive())
+
+
+def test_who_leaves_takes_no_turn() -> None:
+    """Whether its turn was still to come, has just come, or comes while it leaves."""
+
+    async def drive() -> None:
+        turns = KeyTurns(1, 1)
+        tasks, came = await begun(turns, "abcde")
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        turns.give_back("a")
+        tasks[3].cancel()  # its turn has come
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert came == ["a", "e"]
+        await given_back(turns, "e")
+        async with turns.place("f"):
+            pass
+
+    asyncio.run(drive())
