@@ -66,7 +66,12 @@ async def start_gateway(
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)
     http = HttpServer(
-        create_app(engine), settings.http, drain_seconds, share_port=share_port, limits=settings.connections
+        create_app(engine),
+        settings.http,
+        drain_seconds,
+        share_port=share_port,
+        limits=settings.connections,
+        metrics=metrics,
     )
     await running.enter_async_context(http)
     if config.gateway.grpc_port is not None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client.core import Metric as Family
 
 from services.gateway.errors import ErrorKind
 from services.observability.metric_set import Metric, MetricSet, exposition
 from services.observability.vllm_names import with_vllm_names
+from services.rpc.certificates import RenewedCertificate
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
 _LENGTH_BUCKETS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
+
+_READ = """
+gauge certificate_expiry_timestamp_seconds certificate_expiry server
+    When the certificate that the server shows expires, in seconds since 1970.
+"""
 
 
 class GatewayMetrics:
@@ -26,7 +33,9 @@ class GatewayMetrics:
 
     def __init__(self, vllm_model_name: str | None = None) -> None:
         self._vllm_model_name = vllm_model_name
-        self._set = of = MetricSet[None]()
+        self.certificates: dict[str, RenewedCertificate[Any]] = {}
+        """Of the servers that have one, by the server's name."""
+        self._set = of = MetricSet[GatewayMetrics](_READ)
         self.success = of.counter(
             "request_success_total",
             "Sequences that came to their end: stop, length, abort (the client left, or another choice failed) or "
@@ -82,11 +91,15 @@ class GatewayMetrics:
         self._scheduler_up = of.gauge("scheduler_up", "Sessions with schedulers that are open, one for each cell.")
 
     @property
+    def certificate_expiry(self) -> dict[str, float]:
+        return {server: certificate.expiry_timestamp() for server, certificate in self.certificates.items()}
+
+    @property
     def metrics(self) -> tuple[Metric, ...]:
         return self._set.metrics
 
     def families(self) -> Iterator[Family]:
-        families = self._set.families(None)
+        families = self._set.families(self)
         return families if self._vllm_model_name is None else with_vllm_names(families, self._vllm_model_name)
 
     def exposition(self) -> bytes:

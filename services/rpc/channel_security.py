@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from services.rpc.bearer import KEY_FORM, is_key
+from services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
 from services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
 from services.rpc.listening import bind
 
@@ -89,20 +90,31 @@ class ChannelSecurity:
         credentials = grpc.ssl_channel_credentials(authority, key, certificate)
         return grpc.aio.secure_channel(address, credentials, options=options)
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
+    def listen(
+        self,
+        server: grpc.aio.Server,
+        host: str,
+        port: int,
+        certificate: RenewedCertificate[grpc.ServerCertificateConfiguration] | None = None,
+    ) -> str:
         """Binds the server to a port (0: a free one) and returns the address for others to connect to.
+
+        With TLS it shows `certificate`, or else a `self.certificate()` of its own.
 
         Raises OSError if a file cannot be read or the port cannot be bound. Raises InsecureListenError for a host that
         stands for every interface, and without security for any host but loopback.
         """
         self._check_host(host)
-        credentials = None
-        if self.tls:
-            authority, certificate, key = self._read_files()
-            credentials = grpc.ssl_server_credentials(
-                [(key, certificate)], root_certificates=authority, require_client_auth=True
-            )
+        certificate = certificate or self.certificate()
+        credentials = None if certificate is None else grpc_credentials(certificate, mutual=True)
         return bind(server, host, port, credentials)
+
+    def certificate(self) -> RenewedCertificate[grpc.ServerCertificateConfiguration] | None:
+        """The certificate that servers show, read again when it is renewed. Raises OSError if it cannot be read."""
+        if not self.tls:
+            return None
+        files = CertificateFiles(Path(self.certificate_file), Path(self.key_file), Path(self.ca_file))
+        return RenewedCertificate("the certificate of internal.tls", files, CertificateFiles.grpc_configuration)
 
     def to_json(self) -> str:
         """For handing the security to a child process. The text holds the token."""

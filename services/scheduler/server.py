@@ -19,6 +19,7 @@ from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.observability.observer import ServiceObserver
 from services.observability.vllm_names import with_vllm_names
 from services.rpc.call_guards import guards, refuse_malformed
+from services.rpc.certificates import RenewedCertificate
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.supervision import SupervisedTask
@@ -93,6 +94,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         self._sessions: list[GatewaySession] = []
         service.observers.append(_TargetsWatch(self))
         self._server: grpc.aio.Server | None = None
+        self._certificate: RenewedCertificate[grpc.ServerCertificateConfiguration] | None = None
         self._chores: list[SupervisedTask] = []
         self._started = time.monotonic()
 
@@ -102,7 +104,8 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
         cell_view_pb2_grpc.add_CellViewerServicer_to_server(CellViewer(self._service, self.status), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        address = self._security.listen(server, self._host, self._port)
+        self._certificate = self._security.certificate()
+        address = self._security.listen(server, self._host, self._port, self._certificate)
         await server.start()
         self._server = server
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -148,6 +151,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             sessions=len(self._sessions),
             uptime_seconds=time.monotonic() - self._started,
             wanted={} if replicas is None else replicas.wanted,
+            certificate=self._certificate,
         )
         families, name = self._service.metrics.families(reading), self._options.vllm_model_name
         return families if name is None else with_vllm_names(families, name)

@@ -81,7 +81,9 @@ async def listening(
     settings = (settings or GatewaySettings()).model_copy(update={"http": free, "grpc": free})
     engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
     async with (
-        HttpServer(create_app(engine), settings.http, drain_seconds=1, limits=settings.connections) as http,
+        HttpServer(
+            create_app(engine), settings.http, drain_seconds=1, limits=settings.connections, metrics=metrics
+        ) as http,
         GrpcServer(engine, drain_seconds=1) as grpc,
     ):
         yield Served(http.url, grpc.address)

@@ -20,6 +20,7 @@ from services.gateway.grpc.call_start import key_guard
 from services.gateway.grpc.service import GenerationService
 from services.gateway.settings import ConnectionLimits
 from services.rpc.call_guards import MessageGuard
+from services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.listening import bind
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
@@ -36,8 +37,8 @@ class GrpcServer:
     """Serves spool.v1.GenerationService, health and reflection for as long as the `async with` block lasts.
 
     At the end of the block, calls under way have `drain_seconds` to end. Raises OSError for an address that cannot be
-    bound or TLS files that cannot be read. With `share_port` several servers of one user can listen on one address; the
-    kernel spreads connections over them.
+    bound or TLS files that cannot be used. A renewed certificate is shown from the next handshake on. With `share_port`
+    several servers of one user can listen on one address; the kernel spreads connections over them.
     """
 
     def __init__(self, engine: CompletionEngine, drain_seconds: float = 10.0, *, share_port: bool = False) -> None:
@@ -61,7 +62,13 @@ class GrpcServer:
         tls = settings.grpc.tls
         credentials = None
         if tls is not None:
-            credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+            certificate = RenewedCertificate(
+                "the certificate of auth.tls, for gRPC",
+                CertificateFiles(tls.certificate, tls.key),
+                CertificateFiles.grpc_configuration,
+            )
+            self._engine.metrics.certificates["grpc"] = certificate
+            credentials = grpc_credentials(certificate, mutual=False)
         self.address = bind(server, settings.grpc.host, settings.grpc.port, credentials)
         await server.start()
         return self

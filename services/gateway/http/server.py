@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -18,14 +19,17 @@ from services.gateway.connections.acceptor import Acceptor, Release
 from services.gateway.connections.http_protocol import HttpProtocol, closing_answer
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.openai_errors import error_body, error_response
-from services.gateway.settings import ConnectionLimits, ListenSettings
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import ConnectionLimits, ListenSettings, TlsFiles
+from services.rpc.certificates import CertificateFiles, RenewedCertificate, https_context
 
 _STOPPING = RequestError(ErrorKind.UNAVAILABLE, "the server stops, before the answer is complete", code="unavailable")
 _FULL = RequestError(ErrorKind.UNAVAILABLE, "too many connections are open", code="too_many_connections")
 
 
 class HttpServer:
-    """Serves an application for as long as the `async with` block lasts; raises OSError for an address in use.
+    """Serves an application for as long as the `async with` block lasts; raises OSError for an address in use, and for
+    TLS files that cannot be used. A renewed certificate is shown from the next handshake on.
 
     At the end of the block, responses under way have `drain_seconds` to end; then they end with an error. With
     `share_port` several servers of one user can listen on one address; the kernel spreads connections over them.
@@ -39,10 +43,11 @@ class HttpServer:
         *,
         share_port: bool = False,
         limits: ConnectionLimits | None = None,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self._listen = listen
         self._share_port = share_port
-        tls = listen.tls
+        tls = None if listen.tls is None else _tls(listen.tls, metrics)
         self._app = app
         config = uvicorn.Config(
             self._answer,
@@ -54,10 +59,8 @@ class HttpServer:
             http=HttpProtocol,
             ws="none",
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
-            ssl_certfile=None if tls is None else str(tls.certificate),
-            ssl_keyfile=None if tls is None else str(tls.key),
         )
-        self._server = _Server(config, limits or ConnectionLimits())
+        self._server = _Server(config, limits or ConnectionLimits(), tls)
         self._socket: socket.socket | None = None
         self._run: asyncio.Task[None] | None = None
 
@@ -129,10 +132,11 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """Leaves signals to the process, and sets `ready` once it accepts connections, which it does within `limits`."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
         self._limits = limits
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def make(release: Release) -> HttpProtocol:
@@ -143,13 +147,24 @@ class _Server(uvicorn.Server):
         for listening in sockets or ():
             listening.listen(self.config.backlog)
             # It has what uvicorn uses of asyncio's server.
-            self.servers.append(Acceptor(listening, make, self._limits, self.config.ssl, refusal))  # type: ignore[arg-type]
+            self.servers.append(Acceptor(listening, make, self._limits, self._tls, refusal))  # type: ignore[arg-type]
         self.started = True
         self.ready.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _tls(files: TlsFiles, metrics: GatewayMetrics | None) -> ssl.SSLContext:
+    certificate = RenewedCertificate(
+        "the certificate of auth.tls, for HTTP",
+        CertificateFiles(files.certificate, files.key),
+        CertificateFiles.ssl_context,
+    )
+    if metrics is not None:
+        metrics.certificates["http"] = certificate
+    return https_context(certificate)
 
 
 def _bind(listen: ListenSettings, share_port: bool) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import Metric as Family
 
@@ -16,6 +17,7 @@ from scheduler.statistics import Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import LIMITS
 from services.observability.metric_set import Metric, MetricSet
 from services.observability.observer import FAILED, SequenceEnd, ServiceObserver, StepTimings
+from services.rpc.certificates import RenewedCertificate
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 _QUEUE_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
@@ -35,7 +37,8 @@ _LOST_KV = (RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A scheduler at the moment of a scrape. `workers` are those in use; `wanted` is empty without autoscaling."""
+    """A scheduler at the moment of a scrape. `workers` are those in use; `wanted` is empty without autoscaling,
+    `certificate` None without mutual TLS."""
 
     core: Snapshot
     statistics: StatisticsSnapshot
@@ -44,6 +47,7 @@ class Reading:
     sessions: int = 0
     uptime_seconds: float = 0.0
     wanted: Mapping[Role, int] = field(default_factory=dict)
+    certificate: RenewedCertificate[Any] | None = None
 
     def workers_of(self, role: Role) -> list[WorkerSnapshot]:
         return [worker for worker in self.workers if worker.role is role]
@@ -68,6 +72,10 @@ class Reading:
     @property
     def workers_wanted(self) -> dict[str, int]:
         return {role.value: count for role, count in self.wanted.items()}
+
+    @property
+    def certificate_expiry(self) -> dict[str, float]:
+        return {} if self.certificate is None else {"scheduler": self.certificate.expiry_timestamp()}
 
     @property
     def steps(self) -> dict[str, int]:
@@ -147,6 +155,8 @@ gauge gateway_sessions sessions
     Gateways that have a session.
 gauge scheduler_uptime_seconds uptime_seconds
     Age of the scheduler; its counters began with it.
+gauge certificate_expiry_timestamp_seconds certificate_expiry server
+    When the certificate that the server shows expires, in seconds since 1970.
 gauge workers worker_counts role
     Workers in use.
 gauge workers_wanted workers_wanted role

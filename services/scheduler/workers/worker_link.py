@@ -170,6 +170,7 @@ class WorkerLink:
         self._options = options
         self._owner = owner
         self._listener = listener
+        self._security = security
         self._channel = security.open_channel(endpoint.address, options.silence_timeout)
         self._metadata = security.metadata
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -249,6 +250,7 @@ class WorkerLink:
                         self._outgoing = None
                         self._in_flight.clear()
                         self._owner.went_down(self, str(error), blameless)
+                    await self._reopen_channel()
                 except PairingError as error:
                     self._note(error)
                     backoff.use_longest()
@@ -352,6 +354,19 @@ class WorkerLink:
 
     async def close(self) -> None:
         await self._channel.close(None)
+
+    async def _reopen_channel(self) -> None:
+        """A channel connects again with the certificate that it was opened with, which may have expired since."""
+        if not self._security.tls:
+            return
+        try:
+            channel = self._security.open_channel(self.endpoint.address, self._options.silence_timeout)
+        except OSError as error:
+            logger.warning("worker %s: no channel with the present certificate: %s", self.endpoint.worker_id, error)
+            return
+        before, self._channel = self._channel, channel
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        await before.close(None)
 
     async def _session(self, description: worker_pb2.WorkerDescription) -> None:
         """Runs one stream to its end. Always raises WorkerUnreachableError or SchedulerFencedError."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
@@ -20,10 +23,12 @@ from services.launch.launcher import WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
+from services.worker.executor import TargetStepExecutor
+from services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import LINKS, Cell, check, client, running_cell, running_worker
-from tests.support.certificates import issue
-from tests.support.stand_in_worker import continuation
+from tests.support.certificates import issue, issue_by
+from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
 TOKEN = ChannelSecurity(token=random_token())
@@ -147,6 +152,40 @@ async def test_mutual_tls(tmp_path: Path) -> None:
         assert {status.worker_id for status in cell.server.status().workers} == {"draft-0", "target-0"}
         assert cell.service.workers.up == {"draft-0", "target-0"}
         await check(backend, 2, 10)
+
+
+async def test_certificates_that_are_renewed_while_a_cell_runs(tmp_path: Path) -> None:
+    """By another authority, so that nothing fits with what was read before."""
+    expires = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+    security = issue(tmp_path / "cell", "127.0.0.1")
+    shutil.copytree(tmp_path / "cell", tmp_path / "before")
+    before = ChannelSecurity("", *(str(tmp_path / "before" / Path(name).name) for name in files_of(security)))
+    async with running_cell(security=security) as cell, client(cell.resolve, security=security) as backend:
+        await check(backend, 1, 10)
+        (target,) = [worker for worker in cell.workers if worker.executor.role is Role.TARGET]
+        issue_by(trustme.CA(), tmp_path / "cell", "127.0.0.1", expires=expires)
+        assert await answer_to(security, cell.resolve.address) is None
+        assert await answer_to(before, cell.resolve.address) is grpc.StatusCode.UNAVAILABLE
+        samples = [sample for family in cell.server.metric_families() for sample in family.samples]
+        (shown,) = [one for one in samples if one.name == "spool_certificate_expiry_timestamp_seconds"]
+        assert (shown.labels, shown.value) == ({"server": "scheduler"}, expires.timestamp())
+        # What is connected stays so; a worker that comes back where it was is found.
+        await check(backend, 2, 10)
+        await target.server.stop(0)
+        await until(lambda: cell.service.workers.up == {"draft-0"})
+        engine = StandInEngine()
+        executor = TargetStepExecutor(engine, kv_store=engine.kv_store)
+        again = WorkerServer(executor, port=int(target.address.rpartition(":")[2]), security=security)
+        await again.start()
+        try:
+            await until(lambda: cell.service.workers.up == {"draft-0", "target-0"})
+            await check(backend, 3, 10)
+        finally:
+            await again.stop(0)
+
+
+def files_of(security: ChannelSecurity) -> tuple[str, str, str]:
+    return security.ca_file, security.certificate_file, security.key_file
 
 
 async def test_worker_processes_get_the_token_out_of_sight() -> None:
