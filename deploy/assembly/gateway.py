@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -44,7 +44,7 @@ async def start_gateway(
     *,
     gateway_id: str,
     security: ChannelSecurity,
-    drain_seconds: float,
+    drain_seconds: Callable[[], float],
     share_port: bool,
     running: AsyncExitStack,
 ) -> tuple[CompletionEngine, str]:
@@ -66,18 +66,19 @@ async def start_gateway(
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)
     http = HttpServer(
-        create_app(engine),
-        settings.http,
-        drain_seconds,
-        share_port=share_port,
-        limits=settings.connections,
-        metrics=metrics,
+        create_app(engine), settings.http, share_port=share_port, limits=settings.connections, metrics=metrics
     )
+    grpc = GrpcServer(engine, share_port=share_port)
+
+    def begin_end() -> None:
+        http.drain_seconds = grpc.drain_seconds = drain_seconds()
+        http.begin_end()
+
     await running.enter_async_context(http)
     if config.gateway.grpc_port is not None:
-        await running.enter_async_context(GrpcServer(engine, drain_seconds, share_port=share_port))
+        await running.enter_async_context(grpc)
     # Before anything else ends: both servers drain at the same time.
-    running.callback(http.begin_end)
+    running.callback(begin_end)
     return engine, http.url
 
 

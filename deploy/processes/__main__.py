@@ -11,7 +11,7 @@ from deploy.processes.task import FileEpochs, Surroundings, Up, run_process
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 
-# Everything stops together, so nobody is there to finish what is under way.
+# Where everything stops together, nobody is there to finish what is under way.
 _GATEWAY_STOP_SECONDS = 1.0
 _SCHEDULER_STOP_SECONDS = 0.5
 _WORKER_STOP_SECONDS = 2.0
@@ -23,12 +23,15 @@ async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> 
     """Its address is the HTTP server's."""
     from deploy.assembly.gateway import start_gateway
 
+    def drain_seconds() -> float:
+        return _GATEWAY_STOP_SECONDS if surroundings.all_stop else surroundings.config.gateway.drain_seconds
+
     engine, url = await start_gateway(
         surroundings.config,
         [surroundings.find_scheduler],
         gateway_id=surroundings.task.name,
         security=surroundings.security,
-        drain_seconds=_GATEWAY_STOP_SECONDS,
+        drain_seconds=drain_seconds,
         share_port=surroundings.config.gateway.replicas > 1,
         running=running,
     )

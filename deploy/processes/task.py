@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -60,6 +61,11 @@ class Surroundings:
     def host(self) -> str:
         """Where schedulers and workers listen."""
         return self.config.internal.host or "127.0.0.1"
+
+    @property
+    def all_stop(self) -> bool:
+        """Whether the parent ends, and all its processes: our standard input has ended."""
+        return bool(select.select([0], [], [], 0)[0])
 
     async def find_scheduler(self) -> str:
         """The address of the scheduler, which keeps it when it is started again."""

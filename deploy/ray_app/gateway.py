@@ -36,7 +36,7 @@ class Gateway:
             [SchedulerAddress(scheduler) for scheduler in schedulers],
             gateway_id=serve.get_replica_context().replica_id.unique_id,
             security=channel_security(config.internal),
-            drain_seconds=config.gateway.drain_seconds,
+            drain_seconds=lambda: config.gateway.drain_seconds,
             share_port=True,
             running=self._running,
         )

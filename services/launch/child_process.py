@@ -79,11 +79,16 @@ class ChildProcess:
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
     async def stop(self, timeout_seconds: float) -> None:
-        """SIGTERM, and SIGKILL if the process is still there after the time given."""
+        """SIGTERM, and SIGKILL if the process is still there after the time given. Its standard input ends before, by
+        which it knows that its parent and not somebody else stops it."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         try:
+            if process.stdin is not None:
+                process.stdin.close()
+                with contextlib.suppress(ConnectionError):
+                    await process.stdin.wait_closed()
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 process.terminate()
                 await asyncio.wait_for(process.wait(), timeout_seconds)

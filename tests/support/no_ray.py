@@ -56,9 +56,9 @@ class NoRay:
         ]
         return found
 
-    def kill(self, *names: str) -> None:
+    def kill(self, *names: str, by: signal.Signals = signal.SIGKILL) -> None:
         for process_id in [self.process_id(name) for name in names]:
-            os.kill(process_id, signal.SIGKILL)
+            os.kill(process_id, by)
         self._killed.update(names)
 
 

@@ -43,7 +43,7 @@ class GrpcServer:
 
     def __init__(self, engine: CompletionEngine, drain_seconds: float = 10.0, *, share_port: bool = False) -> None:
         self._engine = engine
-        self._drain_seconds = drain_seconds
+        self.drain_seconds = drain_seconds
         self._share_port = share_port
         keys = ApiKeys(engine.settings.api_keys, engine.settings.named_keys)
         self._guards = [key_guard(keys, engine.metrics), MessageGuard()]
@@ -77,7 +77,7 @@ class GrpcServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._server is not None:
-            await self._server.stop(self._drain_seconds)
+            await self._server.stop(self.drain_seconds)
 
 
 def _connection_options(limits: ConnectionLimits) -> dict[str, int]:

@@ -49,6 +49,7 @@ class HttpServer:
         self._share_port = share_port
         tls = None if listen.tls is None else _tls(listen.tls, metrics)
         self._app = app
+        self.drain_seconds = drain_seconds
         config = uvicorn.Config(
             self._answer,
             interface="asgi3",
@@ -58,7 +59,6 @@ class HttpServer:
             lifespan="off",
             http=HttpProtocol,
             ws="none",
-            timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
         self._server = _Server(config, limits or ConnectionLimits(), tls)
         self._socket: socket.socket | None = None
@@ -86,6 +86,7 @@ class HttpServer:
 
     def begin_end(self) -> None:
         """No connection is accepted any more, and the time for draining begins; the end of the block waits for it."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(self.drain_seconds))
         self._server.should_exit = True
 
     async def __aexit__(
@@ -123,7 +124,7 @@ class HttpServer:
             if not self._server.should_exit:
                 raise
             if not began:
-                await error_response(_STOPPING)(scope, receive, send)
+                await error_response(_STOPPING)(scope, receive, send_noting)
             elif scope["path"].startswith("/v1/"):
                 events = f"data: {error_body(_STOPPING)}\n\ndata: [DONE]\n\n"
                 await send({"type": "http.response.body", "body": events.encode()})

@@ -200,9 +200,15 @@ def started(model: Path, options: Sequence[str]) -> CompletionEngine:
 
     async def start() -> CompletionEngine:
         async with AsyncExitStack() as running:
-            security = ChannelSecurity()
+            security, at_once = ChannelSecurity(), lambda: 1.0
             engine, *_ = await start_gateway(
-                config, [], gateway_id="g", security=security, drain_seconds=1, share_port=False, running=running
+                config,
+                [],
+                gateway_id="g",
+                security=security,
+                drain_seconds=at_once,
+                share_port=False,
+                running=running,
             )
             return engine
 

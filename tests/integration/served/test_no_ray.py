@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -72,6 +73,18 @@ def test_what_dies_is_started_again_and_streams_go_on(served: NoRay, plain: Plai
     served.wait_until_up()
     assert served.process_id(name) != before
     assert f"{name}: died: killed by signal 9" in served.lines
+
+
+def test_a_gateway_that_gets_sigterm_ends_its_streams_first(served: NoRay, plain: PlainDecoder) -> None:
+    asked = cases(8, max_tokens=120)  # over both gateways, and longer than everything together has to stop
+
+    def stop() -> None:
+        served.kill("gateway-0", by=signal.SIGTERM)
+        served.kill("gateway-1", by=signal.SIGTERM)
+
+    assert asyncio.run(stream_all(served.url, MODEL, asked, on_start=stop)) == plain(asked)
+    served.wait_until_up()
+    assert {"gateway-0: died: exit code 0", "gateway-1: died: exit code 0"} <= {*served.lines}
 
 
 def test_commands_find_it(served: NoRay, folder: Path) -> None:
