@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any, TextIO
 
@@ -17,7 +20,10 @@ from deploy.errors import RunError, UsageError
 KEY_VARIABLE = "SPOOL_API_KEY"
 
 FALLBACK_URL = "http://127.0.0.1:8000"
-_HELP = "/new starts over, /quit or Ctrl-D ends; Ctrl-C stops an answer."
+_HELP = "/new starts over, /quit or Ctrl-D ends, /help says this; Ctrl-C stops an answer."
+_NEW, _QUIT = "/new", "/quit"
+_COMMAND = re.compile(r"/\w+(\s|$)")
+"""The beginning of a line that looks like a command, unlike a path."""
 _PROMPT = "> "
 _TRIES = 4
 _LONGEST_WAIT_SECONDS = 10
@@ -52,7 +58,7 @@ def chat(
             if source.isatty():
                 print(f"{model} at {url}. {_HELP}", file=sink)
             for question in _questions(source, sink):
-                if question == "/new":
+                if question == _NEW:
                     messages = list(opening)
                     continue
                 asked = [*messages, {"role": "user", "content": question}]
@@ -74,9 +80,13 @@ def chat(
 
 
 def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:
+    edited = source is sys.stdin and source.isatty()
+    if edited:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # gives input() arrow keys and a history
     while True:
         try:
-            if source is sys.stdin and source.isatty():
+            if edited:
                 line = input(_PROMPT)
             else:
                 line = source.readline()
@@ -89,9 +99,13 @@ def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:
             print(f"\n{_HELP}", file=sink)
             continue
         question = line.strip()
-        if question == "/quit":
+        if question == _QUIT:
             return
-        if question:
+        if question == "/help":
+            print(_HELP, file=sink, flush=True)
+        elif question != _NEW and _COMMAND.match(line):
+            print(f"[{question} is no command, and sent only after a space; {_HELP}]", file=sink, flush=True)
+        elif question:
             yield question
 
 

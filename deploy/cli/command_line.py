@@ -20,7 +20,8 @@ from engine.models.source import is_full
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
-app = typer.Typer()
+# Tables of rich's cut the names of options in narrow terminals.
+app = typer.Typer(rich_markup_mode=None)
 add_commands(app)
 app.add_typer(bench_app, name="bench")
 app.add_typer(k8s_app, name="k8s")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel, ValidationError
-from typer.models import ArgumentInfo, ParameterInfo
+from typer.models import ParameterInfo
 
 from deploy.config.loading import GivenValue
 from deploy.config.models import EngineSection, ModelsSection
@@ -30,9 +30,6 @@ _KEYS_HELP = (
     "auth.api_keys_env and auth.api_keys_file keep keys from them."
 )
 
-# Headings in the help that differ from the section's name.
-_PANELS = {"groups": "Workers", "gateway": "Server", "auth": "Server"}
-
 DECODING: Paths = {
     **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name != "served_model_name"},
     **{name: (f"engine.{name}",) for name in EngineSection.model_fields},
@@ -48,6 +45,8 @@ SERVING: Paths = {
     "served_model_name": ("models.served_model_name",),
     **{name: (f"gateway.{name}",) for name in ("host", "port", "grpc_port", "tool_format")},
     "api_key": (_KEYS,),
+    "ssl_certfile": ("auth.tls.certificate",),
+    "ssl_keyfile": ("auth.tls.key",),
     "policy": ("scheduling.policy",),
 }
 """Of `spool serve`."""
@@ -67,7 +66,7 @@ def takes_options(paths: Paths | None = None) -> Callable[[Callable[..., int]], 
         parameters = [_field_parameter(name, sets[0]) for name, sets in (paths or {}).items()]
         for one in own:
             if one.name in models:
-                parameters += _parameters(models[one.name], one.name.capitalize())
+                parameters += _parameters(models[one.name])
             else:
                 parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -127,10 +126,8 @@ def _options(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo]]
         yield name, kind, option
 
 
-def _parameters(model: type[BaseModel], panel: str) -> Iterator[inspect.Parameter]:
-    """`panel` is the heading of the options in the help."""
+def _parameters(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
     for name, kind, option in _options(model):
-        option.rich_help_panel = None if isinstance(option, ArgumentInfo) else panel
         default = model.model_fields[name].get_default(call_default_factory=True)
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -139,17 +136,20 @@ def _parameters(model: type[BaseModel], panel: str) -> Iterator[inspect.Paramete
 
 def _field_parameter(name: str, path: str) -> inspect.Parameter:
     *sections, field = path.split(".")
-    section = functools.reduce(getattr, sections, SpoolConfig())
+    section: Any = SpoolConfig()
+    for each in sections:
+        annotation = type(section).model_fields[each].annotation
+        # One that may be left out has no defaults.
+        section = getattr(section, each) or next(kind for kind in get_args(annotation) if _is_model(kind))
+    model = section if isinstance(section, type) else type(section)
     option: Any
-    kind, option = next((kind, option) for each, kind, option in _options(type(section)) if each == field)
-    default = getattr(section, field)
+    kind, option = next((kind, option) for each, kind, option in _options(model) if each == field)
+    default = None if section is model else getattr(section, field)
     if path == _KEYS:
-        kind, default, option.help = list[str], None, _KEYS_HELP
+        kind, default, option.help, option.metavar = list[str], None, _KEYS_HELP, "KEY"
     if not isinstance(option.show_default, str):
         shown = default.value if isinstance(default, Enum) else default
         option.show_default = False if default is None else str(shown).lower()
-    if not isinstance(option, ArgumentInfo):
-        option.rich_help_panel = _PANELS.get(sections[0], sections[0].capitalize())
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

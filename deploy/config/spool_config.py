@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import ByteSize
 
 from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
@@ -38,7 +39,7 @@ class SchedulingSection(Section):
         "run.",
         ge=1,
     )
-    max_running: int | None = described(
+    max_running: Annotated[int | None, typer.Option("--max-running", "--max-num-seqs")] = described(
         None,
         "Sequences worked on at a time, for each target. Unset: a quarter of its `max_num_batched_tokens`, at most "
         f"{MOST_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",

@@ -25,9 +25,9 @@ class TlsFiles(_Frozen):
     """Our own certificate and key: PEM files on every node."""
 
     certificate: NodeFile
-    """Certificate, with the intermediate certificates."""
+    """Certificate, with the intermediate certificates, in PEM."""
     key: NodeFile
-    """Its private key."""
+    """Private key of the certificate, in PEM."""
 
 
 class ListenSettings(_Frozen):

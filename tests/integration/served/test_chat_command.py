@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 
@@ -96,15 +98,58 @@ class _Answering(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {event}\r\n\r\ndata: [DONE]\r\n\r\n".encode())
 
 
+@contextmanager
+def answering() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_any_text_can_be_asked_and_answered() -> None:
     """An event ends at no other character than the two that end lines there; a character that the terminal does not
     have is no reason to stop."""
-    with HTTPServer(("127.0.0.1", 0), _Answering) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = ("chat", "--url", f"http://127.0.0.1:{server.server_port}", "--model", "any")
+    with answering() as url:
+        command = ("chat", "--url", url, "--model", "any")
         ended = spool(*command, given="\xe9\n", environment={"PYTHONIOENCODING": "ascii"})
-        server.shutdown()
     assert (ended.code, ended.out) == (0, r"\ufffd\ufffd\u2028\x85!" + "\n"), ended.err
+
+
+def test_lines_can_be_edited_in_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    with answering() as url:
+        command = [str(SPOOL), "chat", "--url", url, "--model", "any"]
+        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            shown = b""
+            while not shown.endswith(b"> "):
+                shown += os.read(ours, 4096)
+            # Left and right, then up to what was asked before.
+            os.write(ours, b"helo\x1b[D\x1b[D\x1b[Cl\r")
+            while not shown.endswith(b"!\r\n> "):
+                shown += os.read(ours, 4096)
+            os.write(ours, b"\x1b[A\x1b[Hagain, \r/quit\r")
+            with suppress(OSError):  # the other end is closed
+                while part := os.read(ours, 4096):
+                    shown += part
+            assert process.wait(LONG) == 0
+    os.close(ours)
+    assert "hello\u2028\x85!" in shown.decode()
+    assert "again, hello\u2028\x85!" in shown.decode()
+
+
+def test_commands_are_not_sent_to_the_model() -> None:
+    asked = "/help\n/bye\n/new day\n /bye\n/etc/hosts: what is it?\n/\n"
+    with answering() as url:
+        ended = spool("chat", "--url", url, "--model", "any", given=asked)
+    assert ended.code == 0, ended.err
+    help, bye, new_day, *answers = ended.out.removesuffix("\n").split("\n")
+    assert help.startswith("/new starts over, ")
+    assert (bye, new_day) == tuple(
+        f"[{line} is no command, and sent only after a space; {help}]" for line in ("/bye", "/new day")
+    )
+    assert answers == [f"{line}\u2028\x85!" for line in ("/bye", "/etc/hosts: what is it?", "/")]
 
 
 def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:

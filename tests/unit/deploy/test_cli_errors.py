@@ -1,10 +1,13 @@
 """Bad input to every command: one line on standard error, exit code 2, no traceback."""
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from deploy.cli.command_line import app, run
 from tests.support.command_line import CHARACTERS, save_tokenizer, spool, spool_here, write_lines
@@ -113,6 +116,7 @@ def test_bad_input(folder: Path, arguments: list[str], message: str) -> None:
         ("generate --kv-cache-dtype int4", "'--kv-cache-dtype': 'int4' is not one of 'auto', 'int8'"),
         ("generate target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
         ("generate target --output .", "cannot read .: Is a directory"),
+        ("serve --ssl-certfile cert.pem", "auth.tls.key is missing"),
         ("generate target --output good.jsonl", "good.jsonl:1 is no line of results"),
     ],
 )
@@ -128,7 +132,23 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_shells_can_complete() -> None:
     words = {"_SPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "spool serve --max-", "COMP_CWORD": "2"}
     ended = spool(environment=words)
-    assert set(ended.out.split()) == {"--max-model-len", "--max-running", "--max-num-batched-tokens"}
+    assert set(ended.out.split()) == {"--max-model-len", "--max-running", "--max-num-seqs", "--max-num-batched-tokens"}
+
+
+def test_help_in_a_narrow_terminal_names_every_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands: list[tuple[list[str], Any]] = [([], typer.main.get_command(app))]
+    for path, command in commands:
+        commands += [([*path, name], inner) for name, inner in getattr(command, "commands", {}).items()]
+        assert run([*path, "--help"]) == 0
+        shown = capsys.readouterr().out
+        words = set(re.split(r"[\s,]+", shown))
+        assert {name for each in command.params for name in each.opts if name.startswith("-")} <= words
+        assert "<bool>" not in shown
+        assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("  -"))
+    assert len(commands) > 15
 
 
 def test_an_eof_error_of_our_own_is_not_an_interruption() -> None:

@@ -11,9 +11,12 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import typer
 
 from deploy.cli.chat import chat
+from deploy.cli.command_options import SERVING, takes_options
 from deploy.config.loading import GivenValue, load_configuration
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
@@ -27,6 +30,7 @@ from engine.settings import BATCHED_TOKENS_ON_GPU
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
+from services.gateway.settings import TlsFiles
 from services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import save_tokenizer, spool_here, write_lines
 from tests.support.tiny_models import tiny_model
@@ -104,6 +108,33 @@ def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told:
     launches = worker_launches(config, [40])
     matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
     assert matches == {Role.TARGET: None, Role.DRAFT: told}
+
+
+def test_options_have_vllms_names_too() -> None:
+    found: list[SpoolConfig] = []
+
+    @takes_options(SERVING)
+    def serve(given: list[GivenValue]) -> int:
+        found.append(load_configuration(None, given=given))
+        return 0
+
+    app = typer.Typer()
+    app.command()(serve)
+    words = "--max-num-seqs 7 --ssl-certfile cert.pem --ssl-keyfile key.pem --chat-template own.jinja ./model/"
+    assert typer.main.get_command(app).main(words.split(), standalone_mode=False) == 0
+    [config] = found
+    assert config.auth.tls == TlsFiles(certificate=Path("cert.pem"), key=Path("key.pem"))
+    assert (config.scheduling.max_running, config.models.chat_template) == (7, Path("own.jinja").absolute())
+    assert config.served_name == "model"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("./model", "model"), ("./a//b/", "a/b"), ("../b", "../b"), ("/srv/b/", "/srv/b"), ("org/b", "org/b"), (".", ".")],
+)
+def test_a_models_name_is_the_plain_path(target: str, name: str) -> None:
+    assert load_configuration(None, [f"models.target={target}"]).served_name == name
+    assert load_configuration(None, [f"models.target={target}", "models.served_model_name=./m"]).served_name == "./m"
 
 
 def test_seeds_count_up() -> None:
