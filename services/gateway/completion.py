@@ -38,7 +38,12 @@ from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_cha
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.gateway.token_strings import TokenStrings
-from services.observability.request_ids import current_account, current_request_id, current_traceparent
+from services.observability.request_ids import (
+    current_account,
+    current_request_id,
+    current_traceparent,
+    request_began,
+)
 from services.observability.tracing import begin_request_span, end_span, traceparent_of
 from services.receipts.fingerprint import differences, fingerprint_name
 from services.receipts.receipt import Receipt
@@ -260,21 +265,28 @@ class CompletionEngine:
             self.open_requests -= 1
             end_span(span, attributes, failure)
 
+        deadline = request_began() + self._timeout(options)
         try:
-            return await self._start(model_name, prompts, options, traceparent_of(span), ended)
+            async with asyncio.timeout(deadline - time.perf_counter()) as waiting:
+                return await self._start(model_name, prompts, options, deadline, traceparent_of(span), ended)
         except BaseException as error:
-            ended({}, str(error) or type(error).__name__)
-            raise
+            late = isinstance(error, TimeoutError) and waiting.expired()
+            known = DeadlineExceededError("the request was not admitted before its deadline") if late else error
+            ended({}, str(known) or type(known).__name__)
+            if known is error:
+                raise
+            raise known from None
 
     async def _start(
         self,
         model_name: str | None,
         prompts: Sequence[Prompt],
         options: GenerationOptions,
+        deadline: float,
         traceparent: str,
         ended: Callable[[dict[str, Any], str | None], None],
     ) -> Completion:
-        arrived = time.perf_counter()
+        """`deadline` is a time of `time.perf_counter`."""
         name, info = await self.model(model_name)
         limits = self.settings.limits
         check_options(options, limits, info.vocabulary_size)
@@ -314,13 +326,12 @@ class CompletionEngine:
         )
         seed = sampling.seed if options.seed is None else options.seed
         completion = Completion(name, info, prepared, options.n, seed, form, ended, self.receipt_key)
-        deadline = arrived + self._timeout(options)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
                 for number in range(options.n):
                     seeded = with_seed_of(sampling, number)
                     request = replace(common, prompt=one.tokens, max_tokens=max_tokens, sampling=seeded)
-                    await self._add_choice(completion, one, request, options, arrived, deadline)
+                    await self._add_choice(completion, one, request, options, deadline)
         except BaseException:
             completion.cancel()
             raise
@@ -332,17 +343,15 @@ class CompletionEngine:
         prompt: PreparedPrompt,
         request: GenerationRequest,
         options: GenerationOptions,
-        arrived: float,
         deadline: float,
     ) -> None:
-        """Times are of `time.perf_counter`."""
         decoder = await self._decoder(prompt, completion.form, options)
         seconds_left = deadline - time.perf_counter()
         if seconds_left <= 0:
             raise DeadlineExceededError("the request was not admitted before its deadline")
         # Log probabilities of the prompt come with a token of output.
         submitted = replace(request, max_tokens=max(request.max_tokens, 1), deadline_seconds=seconds_left)
-        meter = self.metrics.sequence(arrived, len(prompt.tokens))
+        meter = self.metrics.sequence(request_began(), len(prompt.tokens))
         try:
             stream = await self.backend.submit(submitted)
         except asyncio.CancelledError:

@@ -1,14 +1,14 @@
 """Checks grammars in a process of its own: `python -m services.gateway.grammar_check FOLDER CPU_SECONDS`.
 
 Each line of standard input is a JSON list of the kind, the text and the frame of a structure
-(services/gateway/structure.py); each line of standard output is a JSON object with the grammar's `definition`, or with
-an `error`. A grammar that takes more CPU time ends the process by SIGPROF, one that takes more memory by SIGABRT. The
-process ends with its standard input.
+(services/gateway/structure.py); each line of standard output is a JSON object with the grammar's `definition`, with an
+`error`, with what of it is `too_costly`, or with how the check `failed`. The process ends with its standard input.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -21,7 +21,8 @@ from engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
 from services.gateway.schema_check import check_schemas
 from services.gateway.structure import JSON_OPTIONS
 
-_MEMORY_BYTES = 4 << 30
+_MEMORY_BYTES = 256 << 20
+"""For compiling one grammar, beyond what the tokens take. Two at a time fit into a pod of 3 GiB beside a gateway."""
 
 
 def definition(kind: str, text: str, frame: str = "") -> str:
@@ -54,28 +55,70 @@ def _quoted(text: str) -> str:
 
 def main() -> None:
     folder, cpu_seconds = Path(sys.argv[1]), float(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise SystemExit(f"{folder} holds no tokenizer.json")
-    tokens: GrammarTokens | None = None
+    tokens: GrammarTokens | GrammarError
+    try:
+        tokens = GrammarTokens(tokenizer)
+    except GrammarError as error:
+        tokens = error
     for line in sys.stdin.buffer:
-        try:
-            tokens = tokens or GrammarTokens(tokenizer)
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            kind, text, frame = json.loads(line)
-            if frame:
-                # Whatever may come before the structure, only its own tokens are followed here.
-                check_grammar(tokens, definition(kind, text))
-            found = definition(kind, text, frame)
-            check_grammar(tokens, found)
-            answer = {"definition": found}
-        except (GrammarError, ValueError) as error:
-            answer = {"error": " ".join(str(error).split())}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(json.dumps(_answer(tokens, line, cpu_seconds)) + "\n")
         sys.stdout.flush()
+
+
+def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: float) -> dict[str, str]:
+    """From a copy of this process that has the tokens already, and takes what it allocates with it when it ends."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            _limit(cpu_seconds)
+            with open(writing, "w", encoding="utf-8") as answer:
+                answer.write(json.dumps(_checked(tokens, line)))
+            os._exit(0)
+        except MemoryError:
+            os.abort()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as answer:
+        text = answer.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGPROF:
+        return {"too_costly": f"it takes more than {cpu_seconds:g} s of CPU time to compile"}
+    if code == -signal.SIGABRT:
+        return {"too_costly": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory to compile"}
+    try:
+        answered: dict[str, str] = json.loads(text)
+    except ValueError:
+        return {"failed": f"exit code {code}"}
+    return answered
+
+
+def _limit(cpu_seconds: float) -> None:
+    """For this process from now on."""
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+
+
+def _checked(tokens: GrammarTokens | GrammarError, line: bytes) -> dict[str, str]:
+    if isinstance(tokens, GrammarError):
+        return {"error": str(tokens)}
+    try:
+        kind, text, frame = json.loads(line)
+        if frame:
+            # Whatever may come before the structure, only its own tokens are followed here.
+            check_grammar(tokens, definition(kind, text))
+        found = definition(kind, text, frame)
+        check_grammar(tokens, found)
+    except (GrammarError, ValueError) as error:
+        return {"error": " ".join(str(error).split())}
+    return {"definition": found}
 
 
 if __name__ == "__main__":

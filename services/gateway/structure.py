@@ -1,15 +1,13 @@
 """What an output must look like: from the fields of a request to a grammar that workers can follow.
 
 A grammar is compiled before it is let in. Compiling can take minutes and gigabytes, and the library has no bound for
-all of it, so that happens in processes of their own (services/gateway/grammar_check.py), which end when a grammar
-takes too much; the next grammar then gets a new one.
+all of it, so that happens in processes of their own (services/gateway/grammar_check.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import weakref
@@ -22,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scheduler.sampling import MAX_GRAMMAR_BYTES
 from services.gateway.errors import ErrorKind, RequestError, invalid
+from services.gateway.turns import KeyTurns, TooManyWaitError
+from services.observability.request_ids import current_account
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -32,8 +32,12 @@ CPU_SECONDS = 0.5
 TOO_COSTLY = "structure_too_costly"
 """Code of the error for a grammar that takes too much of something."""
 
-# So many hostile grammars at once leave honest ones waiting, each for `CPU_SECONDS`.
+# So many grammars are checked at once, and a hostile one takes `CPU_SECONDS`.
 _PROCESSES = 2
+
+MAX_WAITING = 32
+"""Grammars of one API key that may wait to be checked."""
+
 # Grammars that were let in lately need no check.
 _REMEMBERED = 256
 
@@ -74,13 +78,19 @@ class Structure:
 
 
 class GrammarChecks:
-    """Checks the structures that requests ask for, against the tokenizer of a model's folder."""
+    """Checks the structures that requests ask for, against the tokenizer of a model's folder.
+
+    API keys take turns: however many checks one key asks for, another key's waits for those under way alone.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._threads = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="grammar-checks")
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._turns = KeyTurns(_PROCESSES, _PROCESSES, MAX_WAITING)
         self._known: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._pending: dict[tuple[str, tuple[str, str, str]], asyncio.Task[str]] = {}
+        """Checks that wait or run, by the key that asked."""
         weakref.finalize(self, _end, self._idle)
 
     async def definition(self, structure: Structure) -> str:
@@ -91,9 +101,8 @@ class GrammarChecks:
             raise invalid(message, structure.param)
         key = structure.key
         if key not in self._known:
-            loop = asyncio.get_running_loop()
             try:
-                self._known[key] = await loop.run_in_executor(self._threads, self._checked, structure)
+                self._known[key] = await asyncio.shield(self._check(structure, current_account()))
             except RequestError as error:
                 # The parts of a structure that takes too long may take much longer in all.
                 if error.kind is ErrorKind.INVALID and error.code != TOO_COSTLY:
@@ -105,23 +114,43 @@ class GrammarChecks:
         self._known.move_to_end(key)
         return self._known[key]
 
+    def _check(self, structure: Structure, account: str) -> asyncio.Task[str]:
+        """One for all requests of a key that ask for the same at a time. It goes on when nobody waits for it any more:
+        then it takes a turn of its key's all the same."""
+        name = account, structure.key
+        check = self._pending.get(name)
+        if check is None:
+            check = self._pending[name] = asyncio.create_task(self._check_in_turn(structure, account))
+            check.add_done_callback(lambda ended: self._ended(name, ended))
+        return check
+
+    def _ended(self, name: tuple[str, tuple[str, str, str]], check: asyncio.Task[str]) -> None:
+        del self._pending[name]
+        if not check.cancelled():
+            check.exception()  # whoever still waits gets it
+
+    async def _check_in_turn(self, structure: Structure, account: str) -> str:
+        try:
+            async with self._turns.place(account):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._checked, structure)
+        except TooManyWaitError:
+            message = f"{MAX_WAITING} constraints of this API key wait to be checked, no more may"
+            raise RequestError(
+                ErrorKind.KEY_LIMIT, message, param=structure.param, code="rate_limit_exceeded"
+            ) from None
+
     def _checked(self, structure: Structure) -> str:
         process = self._process()
         answer = self._ask(process, structure)
-        if answer is None:
-            code = process.wait()
-            if code == -signal.SIGPROF:
-                reason = f"it takes more than {CPU_SECONDS:g} s of CPU time to compile"
-                raise invalid(f"{structure.param} cannot be used: {reason}", structure.param, TOO_COSTLY)
-            if code == -signal.SIGABRT:
-                raise invalid(
-                    f"{structure.param} cannot be used: it takes too much memory", structure.param, TOO_COSTLY
-                )
-            message = f"the check of {structure.param} ended with exit code {code}"
+        if answer is None or "failed" in answer:
+            code = f"exit code {process.wait()}" if answer is None else answer["failed"]
+            message = f"the check of {structure.param} ended with {code}"
             raise RequestError(ErrorKind.FAILED, message, param=structure.param, code="internal")
         self._idle.put(process)
-        if "error" in answer:
-            raise invalid(f"{structure.param} cannot be used: {answer['error']}", structure.param)
+        for refused, code in (("too_costly", TOO_COSTLY), ("error", None)):
+            if refused in answer:
+                raise invalid(f"{structure.param} cannot be used: {answer[refused]}", structure.param, code)
         definition: str = answer["definition"]
         if len(definition) > MAX_GRAMMAR_BYTES:
             limit = f"at most {MAX_GRAMMAR_BYTES}"

@@ -6,6 +6,7 @@ asgi-correlation-id is not used: its middleware serves HTTP only, so gRPC calls 
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ TRACEPARENT = "traceparent"
 
 _current: ContextVar[str] = ContextVar("request_id", default="")
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+_began: ContextVar[float | None] = ContextVar("began", default=None)
 _key: ContextVar[str] = ContextVar("key", default="")
 _key_digest: ContextVar[bytes] = ContextVar("key_digest", default=b"")
 
@@ -35,6 +37,12 @@ def current_request_id() -> str:
 def current_traceparent() -> str:
     """The client's `traceparent`; empty if the client gave none."""
     return _traceparent.get()
+
+
+def request_began() -> float:
+    """When the first of the request's bytes were read, by `time.perf_counter`; now, outside a request."""
+    began = _began.get()
+    return time.perf_counter() if began is None else began
 
 
 def current_key() -> str:
@@ -68,6 +76,7 @@ def begin_request(given: str, traceparent: str = "") -> str:
     request_id = given if _FORM.fullmatch(given) else uuid.uuid4().hex
     _current.set(request_id)
     _traceparent.set(traceparent)
+    _began.set(time.perf_counter())
     return request_id
 
 

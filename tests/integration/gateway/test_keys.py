@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -257,5 +258,52 @@ def test_replays_of_one_key_leave_the_queue_to_others(tmp_path: Path) -> None:
             watched.gate.open()
             assert [(await one).status for one in others] == [200] * 2
             assert [all(await one) for one in replays] == [True] * 6
+
+    asyncio.run(drive())
+
+
+def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tmp_path: Path) -> None:
+    """One key asks for a hundred checks that each take all the time that a check may. Of these few come before another
+    key's, and a request that waits behind them fails at its deadline."""
+
+    async def drive() -> None:
+        tokenizer = save_tokenizer(tmp_path)
+        async with (
+            running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), unlucky=False) as cell,
+            running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
+            clients_of(served) as clients,
+        ):
+            answers: list[httpx.Response] = []
+
+            async def ask(key: str, regex: str, seconds: float = LONG) -> httpx.Response:
+                headers = {**showing(key), "x-request-timeout-seconds": str(seconds)}
+                body = {"prompt": [20, 21], "max_tokens": 2, "structured_outputs": {"regex": regex}}
+                answers.append(await clients.http.post("/v1/completions", json=body, headers=headers))
+                return answers[-1]
+
+            # The processes begin, which takes a while.
+            assert [one.status_code for one in await asyncio.gather(*(ask(GREEDY, f"a{n}") for n in "12"))] == [200] * 2
+            answers.clear()
+            hostile = [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(100)]
+            await until(lambda: len(answers) >= 66)
+            refused = [one for one in answers if one.status_code == 429]
+            assert len(refused) >= 66 - 2
+            error = refused[0].json()["error"]
+            assert error["message"] == "32 constraints of this API key wait to be checked, no more may"
+            assert (error["param"], error["code"]) == ("structured_outputs", "rate_limit_exceeded")
+            assert int(refused[0].headers["retry-after"]) >= 1
+
+            def checked() -> int:
+                return sum(one.status_code == 400 for one in answers)
+
+            before = checked()
+            assert (await ask(MODEST, "[bc]{2}")).status_code == 200
+            assert checked() - before <= 8
+            before = checked()
+            await until(lambda: checked() > before)  # there is room for one more of this key
+            assert (await ask(GREEDY, "[de]{2}", seconds=0.1)).status_code == 504
+            assert checked() - before <= 10
+            for one in hostile:
+                one.cancel()
 
     asyncio.run(drive())
