@@ -6,11 +6,13 @@ import importlib
 import json
 import os
 import re
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
@@ -38,12 +40,14 @@ def chat(
     source: TextIO = sys.stdin,
     sink: TextIO = sys.stdout,
     stats: bool = False,
+    ca_file: Path | None = None,
 ) -> int:
     """Until the end of input; `parameters` are those of each request. With `stats`, a line after each answer has its
-    speed and what was drafted.
+    speed and what was drafted. `ca_file` has the authorities that the server's certificate may come from; None: those
+    that the machine knows.
 
     In a terminal, a question that fails is told why, and the conversation goes on without it. Raises UsageError for an
-    address that is none, RunError when there is no server, or it refuses.
+    address or a file that is none, RunError when there is no server, or it refuses.
     """
     if isinstance(source, TextIOWrapper):
         source.reconfigure(errors="replace")
@@ -53,7 +57,8 @@ def chat(
     messages = list(opening)
     common = parameters | {"stream": True} | ({"stream_options": {"include_usage": True}} if stats else {})
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+        timeout = httpx.Timeout(10.0, read=None)
+        with httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=_trusted(ca_file)) as client:
             model = model or _first_model(client)
             if source.isatty():
                 print(f"{model} at {url}. {_HELP}", file=sink)
@@ -75,8 +80,16 @@ def chat(
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise UsageError(f"--url is {url!r}, must be as in {FALLBACK_URL}: {error}") from error
     except httpx.HTTPError as error:
-        raise RunError(f"{url} does not answer: {error or type(error).__name__}") from error
+        remedy = " (--ca-file names the certificate of its authority)" if "CERTIFICATE_VERIFY" in str(error) else ""
+        raise RunError(f"{url} does not answer: {error or type(error).__name__}{remedy}") from error
     return 0
+
+
+def _trusted(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return httpx.create_ssl_context() if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise UsageError(f"--ca-file is {ca_file}, must be certificates in PEM: {error}") from error
 
 
 def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:

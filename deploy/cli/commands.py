@@ -156,6 +156,12 @@ def chat_command(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     priority: Annotated[int | None, typer.Option(help="Lower goes first.", min=MIN_PRIORITY, max=MAX_PRIORITY)] = None,
     stats: Annotated[bool, typer.Option("--stats", help="After each answer, show speed and drafted tokens.")] = False,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificates (PEM) of the authority of the server's.", show_default="$SSL_CERT_FILE, or the system's"
+        ),
+    ] = None,
 ) -> int:
     """Talks to a running server in the terminal."""
     from deploy.cli.chat import FALLBACK_URL, chat
@@ -169,7 +175,7 @@ def chat_command(
         url = FALLBACK_URL if served is None else served.http_url
     options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "priority": priority}
     chosen = {name: value for name, value in options.items() if value is not None}
-    return chat(url, model, api_key, system, chosen, stats=stats)
+    return chat(url, model, api_key, system, chosen, stats=stats, ca_file=ca_file)
 
 
 def logs_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from deploy.assembly.secrets import SecretError, channel_security, client_secrets
-from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cluster.addresses import authority_file, check_ports, curl_line, grpc_address, http_url, with_metrics_port
 from deploy.cluster.client import (
     application_state,
     connected,
@@ -62,25 +63,21 @@ def serve_without_ray(config: SpoolConfig) -> int:
     _check_without_ray(config)
     _check_secrets(config)
     state = StateFolder()
-    config, security = _named(config.on_one_machine(), state), _security(config)
-    app_name = config.ray.app_name
-    try:
-        with state.lock(app_name):
+    with _under_a_name(with_metrics_port(config.on_one_machine()), state) as config:
+        try:
             check_ports(config)
             prepare_models(config, Reporter())
-            workers = cell_workers(config)
-            processes = _serve_processes(config, workers, security, state)
+            processes = _serve_processes(config, cell_workers(config), _security(config), state)
             with contextlib.suppress(KeyboardInterrupt):
                 run_until_interrupted(processes, (signal.SIGINT, *_LIKE_INTERRUPT))
-    except Timeout:
-        raise _served_already(app_name) from None
-    except ProcessStartError as error:
-        raise RunError(f"{error} (logs: {state.run_folder(app_name)})") from error
+        except ProcessStartError as error:
+            raise RunError(f"{error} (logs: {state.run_folder(config.ray.app_name)})") from error
     return 0
 
 
 def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     state, app_name = StateFolder(), config.ray.app_name
+    config = with_metrics_port(config.on_one_machine())
     if state.is_alive(app_name):
         raise _served_already(app_name)
     _check_secrets(config)
@@ -92,7 +89,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     reporter.stage("ray", "started", None)
     try:
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
-            deploy(config.on_one_machine(), Reporter())
+            deploy(config, Reporter())
             served = _served(config, ray.address, ray.process_id, ray_log_folder(), started_serve=True)
             state.write(served)
             if detach:
@@ -174,14 +171,27 @@ async def _serve_processes(
             say("stopping")
 
 
-def _named(config: SpoolConfig, state: StateFolder) -> SpoolConfig:
-    """Servers without Ray differ by their ports: one beside another has its port in its name, unless it has a name."""
-    name, url = config.ray.app_name, http_url(config)
-    other = state.read(name)
-    if "app_name" in config.ray.model_fields_set or other is None or other.http_url == url or not state.is_alive(name):
-        return config
-    beside = config.ray.model_copy(update={"app_name": f"{name}-{config.gateway.port}"})
-    return config.model_copy(update={"ray": beside})
+@contextmanager
+def _under_a_name(config: SpoolConfig, state: StateFolder) -> Iterator[SpoolConfig]:
+    """The configuration with a name that no other server has for the length of the block.
+
+    Servers without Ray differ by their ports: one beside another has its port in its name, unless a name was chosen.
+    Raises UsageError.
+    """
+    name, other = config.ray.app_name, state.read(config.ray.app_name)
+    beside = [] if "app_name" in config.ray.model_fields_set else [f"{name}-{config.gateway.port}"]
+    with contextlib.ExitStack() as held:
+        for own in (name, *beside):
+            try:
+                held.enter_context(state.lock(own))
+            except Timeout:
+                if other is not None and other.http_url == http_url(config):
+                    break
+                continue
+            ray = config.ray.model_copy(update={"app_name": own})
+            yield config if own == name else config.model_copy(update={"ray": ray})
+            return
+    raise _served_already(name)
 
 
 def _check_without_ray(config: SpoolConfig) -> None:
@@ -232,7 +242,11 @@ def _announce(config: SpoolConfig, served: Served, end: str) -> None:
     lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
     if served.grpc_address is not None:
         lines.append(f"  gRPC  {served.grpc_address}")
-    lines += [f"  try   {curl_line(config, served.http_url)}", f"  chat  spool chat{app}", end]
+    if config.ray.address is None and (address := config.metrics.scheduler_address) is not None:
+        lines.append(f"  metrics of the scheduler  http://{address}/metrics")
+    file = authority_file(config)
+    authority = "" if file is None else f" --ca-file {shlex.quote(file)}"
+    lines += [f"  try   {curl_line(config, served.http_url)}", f"  chat  spool chat{app}{authority}", end]
     say("\n".join(lines))
 
 

@@ -63,11 +63,14 @@ class NoRay:
 
 
 @contextmanager
-def served_without_ray(folder: Path, *models: object, **settings: Any) -> Iterator[NoRay]:
-    """On free ports, from a spool.yaml with these `settings` in `folder`; gone when the block ends."""
+def served_without_ray(
+    folder: Path, *models: object, environment: dict[str, str] | None = None, **settings: Any
+) -> Iterator[NoRay]:
+    """On free ports, from a spool.yaml with these `settings` in `folder`; gone when the block ends. Its state is there
+    too, unless the `environment` says otherwise."""
     port, grpc_port = free_ports(2)
     (folder / "spool.yaml").write_text(yaml.safe_dump({"metrics": {"scheduler_address": None}, **settings}))
-    environment = {"SPOOL_STATE": str(folder / "state")}
+    environment = environment or {"SPOOL_STATE": str(folder / "state")}
     command = ["serve", *models, "--no-ray", "--threads", 1, "--port", port, "--grpc-port", grpc_port]
     with started(*command, cwd=folder, environment=environment) as process:
         yield NoRay(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", environment)

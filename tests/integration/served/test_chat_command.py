@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 from deploy.cli.chat import chat
 from deploy.errors import RunError
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import GatewaySettings, TlsFiles
+from tests.support.certificates import issue
 from tests.support.command_line import SPOOL, spool
 from tests.support.gateway import Gateways, stand_in_gateways
 from tests.support.stand_in_worker import continuation
@@ -166,3 +168,21 @@ def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.Monke
             answered("sesame", "other")
         monkeypatch.setenv("SPOOL_API_KEY", "sesame")
         assert answered(None) == answered("sesame") != ""
+
+
+def test_a_server_whose_authority_only_its_users_know(gateways: Gateways, tmp_path: Path) -> None:
+    issued = issue(tmp_path, "127.0.0.1")
+    tls = TlsFiles(certificate=Path(issued.certificate_file), key=Path(issued.key_file))
+    with gateways.serve(tls=tls) as served:
+        options = ("chat", "--url", served.url, "--temperature", "0", "--max-tokens", "3")
+        ended = spool(*options, "--ca-file", issued.ca_file, given="hello there\n")
+        assert (ended.code, ended.out) == (0, f"{answer(gateways, [{'role': 'user', 'content': 'hello there'}], 3)}\n")
+        ended = spool(*options, given="hello there\n")
+        assert ended.code == 1
+        assert "CERTIFICATE_VERIFY_FAILED" in ended.err
+        assert "(--ca-file names the certificate of its authority)" in ended.err
+        for wrong in (issued.key_file, tmp_path / "missing.pem"):
+            ended = spool(*options, "--ca-file", wrong, given="hello there\n")
+            assert (ended.code, f"--ca-file is {wrong}, must be certificates in PEM" in ended.err) == (2, True), (
+                ended.err
+            )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import httpx
 import psutil
 import pytest
 
@@ -162,6 +163,31 @@ def test_targets_run_the_draft_as_well(tiny_pair: tuple[Path, Path], tmp_path: P
         cell = spool("status", "--json", environment=served.environment).summary["cells"][0]
         assert {worker["role"] for worker in cell["workers"]} == {"ROLE_TARGET"}
         assert (cell["throughput"]["workers_lost"], cell["speculation"]["accepted_tokens"] > 20) == (1, True)
+
+
+def test_two_servers_that_start_at_once(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each is found under a name of its own, and says where its metrics are, also where the default is taken."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+    models, settings = (tiny_pair[0], "--draft", "none", "--dtype", "float32"), {"engine": ENGINE, "metrics": {}}
+    shared = {"SPOOL_STATE": str(tmp_path / "state")}
+    with (
+        served_without_ray(one, *models, environment=shared, **settings) as first,
+        served_without_ray(other, *models, environment=shared, **settings) as second,
+    ):
+        found = {}
+        for served in (first, second):
+            served.wait_until_up()
+            (address,) = [line.split()[-1] for line in served.lines if "metrics of the scheduler" in line]
+            (chat,) = [line for line in served.lines if line.startswith("  chat  spool chat")]
+            assert "spool_scheduler_uptime_seconds" in httpx.get(address, timeout=LONG).text
+            app = chat.partition("--app ")[2] or "spool"
+            shown = spool("status", "--app", app, "--json", environment=shared)
+            assert (shown.code, shown.summary["addresses"]["http"]) == (0, served.url), shown.err
+            found[app] = address
+        assert len(set(found.values())) == 2
+        assert "spool" in found
 
 
 def test_processes_end_with_whoever_keeps_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

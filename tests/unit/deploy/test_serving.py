@@ -19,7 +19,7 @@ from deploy.assembly.gateway import gateway_settings
 from deploy.assembly.plain_message import plain_message
 from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cli import command_line as cli
-from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url, with_metrics_port
 from deploy.cluster.client import reason_of_failure
 from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
@@ -35,6 +35,7 @@ from scheduler.messages import Role
 from services.gateway.settings import SamplingDefaults
 from tests.support.certificates import issue
 from tests.support.command_line import spool_here
+from tests.support.ports import free_ports
 
 TOKEN = "a-token-of-some-length"
 BOTH = {Role.TARGET: 1.0, Role.DRAFT: 1.0}
@@ -201,6 +202,44 @@ def test_addresses(tmp_path: Path) -> None:
     config = load_configuration(None, ["auth={api_keys: [k], tls: {certificate: c, key: k}}"])
     assert (http_url(config), grpc_address(config)) == ("https://127.0.0.1:8000", "127.0.0.1:8001")
     assert "Authorization: Bearer YOUR-KEY" in curl_line(config, http_url(config))
+
+
+def test_commands_of_the_start_screen_trust_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    issued = issue(tmp_path, "localhost")
+
+    def shown(certificate: str) -> str:
+        config = load_configuration(None, [f"auth={{api_keys: [k], tls: {{certificate: {certificate}, key: k}}}}"])
+        return curl_line(config, http_url(config)).partition("https:")[0]
+
+    assert shown(issued.certificate_file) == "curl --cacert YOUR-AUTHORITY.pem "
+    # It vouches for itself.
+    assert shown(issued.ca_file) == f"curl --cacert {issued.ca_file} "
+    assert shown(str(tmp_path / "on-another-node.pem")) == "curl --cacert YOUR-AUTHORITY.pem "
+    monkeypatch.setenv("SSL_CERT_FILE", issued.ca_file)
+    assert shown(issued.certificate_file) == "curl "
+    config = load_configuration(None, [])
+    assert curl_line(config, http_url(config)).startswith("curl http://127.0.0.1:8000/")
+
+
+def test_the_schedulers_metrics_have_a_port_of_their_own_beside_each_gateway() -> None:
+    def chosen(*overrides: str) -> str | None:
+        return with_metrics_port(load_configuration(None, overrides)).metrics.scheduler_address
+
+    http, grpc = free_ports(2)
+    ports = (f"gateway.port={http}", f"gateway.grpc_port={grpc}")
+    host, _, port = str(chosen(*ports)).rpartition(":")
+    assert (host, http + 2 <= int(port) <= http + 101, int(port) != grpc) == ("127.0.0.1", True, True)
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        again = int(str(chosen(*ports)).rpartition(":")[2])
+        assert again > int(port)
+        check_ports(with_metrics_port(load_configuration(None, ports)))
+        given = f"metrics.scheduler_address='127.0.0.1:{port}'"
+        assert chosen(*ports, given) == f"127.0.0.1:{port}"
+        with pytest.raises(UsageError, match=rf"metrics.scheduler_address is {port}, .* Address already in use"):
+            check_ports(load_configuration(None, (*ports, given)))
+    assert chosen(*ports, "metrics.scheduler_address=null") is None
 
 
 def test_ports_that_are_taken() -> None:
