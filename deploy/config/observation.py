@@ -8,7 +8,7 @@ from enum import Enum
 from urllib.parse import urlsplit
 
 from deploy.config.section import Section, described
-from services.observability.logs import LogFormat
+from services.observability.logs import DEFAULT_FILE_BYTES, LogFormat, install_logs
 
 
 class LogLevel(Enum):
@@ -27,6 +27,15 @@ class LoggingSettings(Section):
 
     format: LogFormat = described(LogFormat.TEXT, "`text`, or `json` for one object a line.")
     level: LogLevel = described(LogLevel.INFO, "The least important lines to write; `debug` has two for each sequence.")
+    file_bytes: int = described(
+        DEFAULT_FILE_BYTES,
+        "Size at which the log file of a process becomes FILE.1, in place of the one before, and a new one begins.",
+        ge=4096,
+    )
+
+    def install(self) -> None:
+        """In this process, a replica."""
+        install_logs(self.format, self.level.number, file_bytes=self.file_bytes)
 
 
 class MetricsSettings(Section):

@@ -17,7 +17,6 @@ from typing import Any
 from deploy.config.loading import configuration_from
 from deploy.config.spool_config import SpoolConfig
 from engine.errors import one_line
-from services.observability.logs import install_logs
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.worker.process import EventPipe, stop_when_stdin_ends
 
@@ -116,7 +115,7 @@ def run_process(start: Start) -> int:
         task = Task(**json.loads(os.environ.pop(TASK_VARIABLE)))
         security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE))
         config = configuration_from(task.settings)
-        install_logs(config.logging.format, config.logging.level.number)
+        config.logging.install()
         stop_when_stdin_ends()
         asyncio.run(_run(start, Surroundings(task, config, security, events)))
     except Exception as error:

@@ -15,7 +15,6 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import SchedulerAddress, keep_serve_on_node
 from services.launch.process_tuning import keep_loaded_objects
-from services.observability.logs import install_logs
 
 
 class Gateway:
@@ -28,7 +27,7 @@ class Gateway:
         self, config: SpoolConfig, schedulers: Sequence[DeploymentHandle], workers: Sequence[DeploymentHandle]
     ) -> None:
         """`workers` are only tied to the application here."""
-        install_logs(config.logging.format, config.logging.level.number)
+        config.logging.install()
         keep_serve_on_node()
         self._running = AsyncExitStack()
         self._engine, _ = await start_gateway(

@@ -20,7 +20,6 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import internal_host, keep_serve_on_node
 from services.launch.process_tuning import keep_loaded_objects
-from services.observability.logs import install_logs
 
 _NAMESPACE = b"spool"
 
@@ -56,7 +55,7 @@ class Scheduler:
     """
 
     async def __init__(self, config: SpoolConfig, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
-        install_logs(config.logging.format, config.logging.level.number)
+        config.logging.install()
         keep_serve_on_node()
         self._autoscaler = Autoscaler(config.scheduler_config())
         self._running = AsyncExitStack()

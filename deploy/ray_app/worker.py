@@ -15,7 +15,6 @@ from deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_o
 from deploy.workers import worker_engine
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
-from services.observability.logs import install_logs
 from services.worker.process import NGRAM_MODEL, WorkerArguments, load_executor
 from services.worker.registration import WorkerRegistration
 from services.worker.server import WorkerServer, step_thread
@@ -37,7 +36,7 @@ class WorkerReplica:
     """Loads an engine, serves it over gRPC on the node's address, and keeps the scheduler informed."""
 
     async def __init__(self, config: SpoolConfig, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
-        install_logs(config.logging.format, config.logging.level.number)
+        config.logging.install()
         keep_serve_on_node()
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)

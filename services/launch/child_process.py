@@ -18,6 +18,8 @@ from services.rpc.backoff import Backoff
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
+# From its end: the last line says why a process did not start.
+_READ_OF_LOG = 65536
 
 Progress = Callable[[str, str, float | None], None]
 """Receives the name of a process, what it does, and the fraction that is done (None: not known)."""
@@ -124,7 +126,9 @@ class ChildProcess:
                 case {"event": "failed", "error": error}:
                     raise ProcessStartError(f"{self.name}: {with_remedy(error)}")
         reason = with_remedy(await self.wait())
-        lines = self.log_path.read_text(errors="replace").rstrip().splitlines()
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _READ_OF_LOG))
+            lines = log.read().decode(errors="replace").rstrip().splitlines()
         raise ProcessStartError(f"{self.name}: {reason}: {lines[-1].strip()[:500] if lines else 'its log is empty'}")
 
 

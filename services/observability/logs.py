@@ -11,18 +11,29 @@ times and figures, and structlog would change the lines of text and bring a seco
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import Enum
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from services.observability.request_ids import current_key, current_request_id
 
+# Characters of a message, of a figure, and of the end of a traceback: some of the text may be a client's.
+_MESSAGE, _FIGURE, _TRACEBACK = 4096, 256, 16384
+
 PACKAGES = ("services", "scheduler", "engine", "deploy")
 """The packages of this project; their loggers are configured here."""
+
+DEFAULT_FILE_BYTES = 16 * 1024 * 1024
+
+_STDERR = 2
+_HEADING_BYTES = 4096
 
 
 class LogFormat(Enum):
@@ -38,7 +49,7 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage(), _MESSAGE),
         }
         request_id = _request_id(record)
         if request_id:
@@ -48,7 +59,7 @@ class JsonFormatter(logging.Formatter):
         # A figure never replaces one of the fields above.
         line = {**_figures(record), **line}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)[-_TRACEBACK:]
         return json.dumps(line, default=str)
 
 
@@ -59,15 +70,45 @@ class TextFormatter(logging.Formatter):
         request_id = _request_id(record)
         parts = [_time(record), record.levelname, f"{record.name}:", *([f"[{request_id}]"] if request_id else [])]
         key = current_key()
-        parts += [record.getMessage(), *([f"key={key}"] if key else [])]
+        parts += [shortened(record.getMessage(), _MESSAGE), *([f"key={key}"] if key else [])]
         parts += [*(f"{name}={value}" for name, value in _figures(record).items())]
         text = " ".join(parts)
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        return f"{text}\n{self.formatException(record.exc_info)[-_TRACEBACK:]}" if record.exc_info else text
 
 
-def install_logs(form: LogFormat, level: int, stream: IO[str] | None = None) -> logging.Handler:
-    """Sends the lines of this project's loggers to `stream` (standard error unless given) and nowhere else."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Standard error, of this process with all that libraries write there. Where that is a file, it becomes FILE.1 once
+    it has more than so many bytes, and a new one takes its place."""
+
+    def __init__(self, file_bytes: int) -> None:
+        super().__init__(sys.stderr)
+        self._file_bytes = file_bytes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        with contextlib.suppress(OSError):
+            written = os.fstat(_STDERR)
+            if stat.S_ISREG(written.st_mode) and written.st_size > self._file_bytes:
+                self._begin_file(stat.S_IMODE(written.st_mode))
+
+    def _begin_file(self, mode: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{_STDERR}")
+        with open(path, "rb") as file:
+            # Ray writes there whose log it is.
+            heading = [line for line in file.read(_HEADING_BYTES).splitlines(keepends=True) if line.startswith(b":")]
+        os.replace(path, f"{path}.1")
+        new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+        os.writev(new, heading)
+        os.dup2(new, _STDERR)
+        os.close(new)
+
+
+def install_logs(
+    form: LogFormat, level: int, stream: IO[str] | None = None, file_bytes: int = DEFAULT_FILE_BYTES
+) -> logging.Handler:
+    """Sends the lines of this project's loggers to `stream` and nowhere else. Unless one is given, that is standard
+    error; a file there has about `file_bytes` at most."""
+    handler = logging.StreamHandler(stream) if stream is not None else _StandardError(file_bytes)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     for package in PACKAGES:
         logger = logging.getLogger(package)
@@ -75,6 +116,11 @@ def install_logs(form: LogFormat, level: int, stream: IO[str] | None = None) -> 
         logger.setLevel(level)
         logger.propagate = False
     return handler
+
+
+def shortened(text: str, most: int) -> str:
+    """The first `most` characters, and how many there are; shorter texts as they are."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -87,4 +133,4 @@ def _request_id(record: logging.LogRecord) -> str:
 
 def _figures(record: logging.LogRecord) -> Mapping[str, Any]:
     figures: Mapping[str, Any] = getattr(record, "figures", {})
-    return figures
+    return {name: shortened(value, _FIGURE) if isinstance(value, str) else value for name, value in figures.items()}

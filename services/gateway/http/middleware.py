@@ -18,6 +18,7 @@ from services.gateway.http.service_routes import BALANCED_PATH
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import shown
 from services.gateway.settings import Limits
+from services.observability.logs import shortened
 from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ _MONITORED = (*OPEN_PATHS, "/metrics", "/load")
 # another site that makes a browser send one gains nothing.
 _BROWSED = re.compile(rf"/metrics|{DASHBOARD_PATH}(/.*)?")
 _ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", charset="UTF-8"'
+
+# Characters in log lines: clients choose them.
+_LONGEST_METHOD, _LONGEST_PATH = 16, 200
 
 # Closing the connection while a client still sends resets it, and the client never sees the answer.
 _DISCARDED_BYTES = 64 * 1024 * 1024
@@ -65,7 +69,8 @@ class RequestIds:
         finally:
             figures = {"status": status, "seconds": round(time.perf_counter() - began, 6)}
             level = logging.DEBUG if _path_of_route(scope) in _MONITORED else logging.INFO
-            logger.log(level, "%s %r", scope["method"], scope["path"], extra={"figures": figures})
+            method, path = shortened(scope["method"], _LONGEST_METHOD), shortened(scope["path"], _LONGEST_PATH)
+            logger.log(level, "%s %r", method, path, extra={"figures": figures})
 
 
 class KeyGate:

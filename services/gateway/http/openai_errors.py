@@ -136,7 +136,7 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
         kind = _OF_STATUS.get(status, ErrorKind.INVALID if status < 500 else ErrorKind.FAILED)
         detail = _UNREADABLE if status == 400 else str(getattr(error, "detail", ""))
         if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
-            detail = f"{HTTPStatus(status).phrase}: {request.method} {_printable(request.url.path)}"
+            detail = f"{HTTPStatus(status).phrase}: {_printable(f'{request.method} {request.url.path}')}"
             if request.url.path in _INSTEAD:
                 detail = f"{detail}: {_INSTEAD[request.url.path]}"
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}

@@ -4,6 +4,7 @@ client's stream goes on."""
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import ssl
 import subprocess
@@ -18,6 +19,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretStr
 
 from services.gateway.settings import ConnectionLimits, GatewaySettings, Limits, TlsFiles
 from spool_client.v1 import generation_pb2 as pb
@@ -303,6 +305,22 @@ def test_what_is_no_http_gets_an_error_of_the_same_shape(served: Served, sent: b
         connection.sendall(sent)
         status, _, body = answer(connection)
     assert (status, code(body)) == (400, "invalid_http")
+
+
+def test_a_line_of_the_log_has_little_of_what_a_client_chose(
+    gateways: Gateways, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services")
+    key = GatewaySettings(api_keys=(SecretStr("key"),))
+    with gateways.serve(key) as served:
+        for text in (request(path=f"/{'y' * 60_000}"), request(method="Y" * 60_000, path="/v1"), of_size(60_000)):
+            with connected(served) as connection:
+                connection.sendall(text)
+                status, _, body = answer(connection)
+                assert status in (200, 401, 405)
+                assert len(body) < 1000
+    assert len(caplog.messages) >= 2
+    assert len(caplog.text) < 2000
 
 
 def channel_to(served: Served) -> grpc.Channel:

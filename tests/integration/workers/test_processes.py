@@ -21,6 +21,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
 from services.backend.sequence_stream import SequenceFailedError
+from services.launch.child_process import ChildProcess, Command
 from services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.service import SchedulerService
@@ -232,3 +233,14 @@ async def test_cancelled_start_leaves_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await start
     assert not alive(launcher.workers[0].process_id)
+
+
+async def test_the_end_of_a_log_says_why_a_process_does_not_start(tmp_path: Path) -> None:
+    log = tmp_path / "other.log"
+    log.touch()
+    os.truncate(log, 2**40)
+    with log.open("a") as file:
+        file.write("\n")
+    child = ChildProcess("other", lambda port: Command("tests.nowhere", [], {}), log, lambda *_: None)
+    with pytest.raises(ProcessStartError, match=r"other: exit code 1: .*No module named"):
+        await child.start(LONG)
