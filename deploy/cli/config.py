@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,13 +31,16 @@ def chosen_file(file: Path | None) -> Path | None:
 
 @config_app.command("show")
 def show(file: _File = None, overrides: Overrides = None) -> None:
-    """Prints every field with the value that holds, secrets hidden."""
+    """Prints every field with the value that holds, secrets hidden; and to standard error, which files are not here."""
     import yaml
 
+    from deploy.config.files import absent_files
     from deploy.config.loading import load_configuration
 
     config = load_configuration(chosen_file(file), overrides or [])
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+    for warning in absent_files(config):
+        print(f"spool: warning: {warning}", file=sys.stderr)
 
 
 @config_app.command("explain")

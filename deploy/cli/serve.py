@@ -16,7 +16,15 @@ from pathlib import Path
 from filelock import Timeout
 
 from deploy.assembly.secrets import SecretError, channel_security, client_secrets
-from deploy.cluster.addresses import authority_file, check_ports, curl_line, grpc_address, http_url, with_metrics_port
+from deploy.cluster.addresses import (
+    authority_file,
+    check_ports,
+    curl_line,
+    grpc_address,
+    http_url,
+    metrics_urls,
+    with_metrics_port,
+)
 from deploy.cluster.client import (
     application_state,
     connected,
@@ -242,11 +250,15 @@ def _announce(config: SpoolConfig, served: Served, end: str) -> None:
     lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
     if served.grpc_address is not None:
         lines.append(f"  gRPC  {served.grpc_address}")
-    if config.ray.address is None and (address := config.metrics.scheduler_address) is not None:
-        lines.append(f"  metrics of the scheduler  http://{address}/metrics")
     file = authority_file(config)
     authority = "" if file is None else f" --ca-file {shlex.quote(file)}"
-    lines += [f"  try   {curl_line(config, served.http_url)}", f"  chat  spool chat{app}{authority}", end]
+    lines += [
+        f"  page  {served.http_url}/dashboard",
+        f"  try   {curl_line(config, served.http_url)}",
+        f"  chat  spool chat{app}{authority}",
+        f"  metrics  {' '.join(metrics_urls(config, served.http_url))}",
+        end,
+    ]
     say("\n".join(lines))
 
 

@@ -32,6 +32,14 @@ def grpc_address(config: SpoolConfig) -> str | None:
     return f"{_reachable(config.gateway.host)}:{config.gateway.grpc_port}"
 
 
+def metrics_urls(config: SpoolConfig, url: str) -> list[str]:
+    """What Prometheus asks: the gateway at `url`, and the schedulers, one of each cell, where these are on this
+    machine."""
+    cells = range(1, config.groups.cells + 1 if config.ray.address is None else 1)
+    listening = [listen for cell in cells if (listen := config.metrics.listen(cell)) is not None]
+    return [f"{url}/metrics", *(f"http://{_reachable(host)}:{port}/metrics" for host, port in listening)]
+
+
 def curl_line(config: SpoolConfig, url: str) -> str:
     """A command to try the server with."""
     question = [{"role": "user", "content": _ASK}]
@@ -113,9 +121,10 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _reachable(host: str) -> str:
-    if host == "localhost":
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
         return host
-    address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return "[::1]" if address.version == 6 else "127.0.0.1"
     return f"[{host}]" if address.version == 6 else host

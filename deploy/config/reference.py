@@ -14,7 +14,7 @@ _HEAD = """\
 
 After this page you know every field of `spool.yaml`, the one file that configures everything, with its type, default
 and meaning. `spool config explain` prints this page. Sections and fields with a default may be left out.
-`spool config show FILE` prints the values that hold, or what is wrong with the file.
+`spool config show FILE` prints the values that hold, or what is wrong with the file, and names files that are missing.
 `--set scheduling.batch_size=16` overrides a field on the command line. The most used fields are options of
 `spool serve`, too, under the same names.
 """

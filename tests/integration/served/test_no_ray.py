@@ -97,6 +97,9 @@ def test_commands_find_it(served: NoRay, folder: Path) -> None:
     assert (logs.code, "INFO services.worker.registration: worker draft-0 is in use" in logs.out) == (0, True), logs.err
     nobody = spool("logs", "nobody", environment=served.environment)
     assert nobody.err.endswith(f"there are: {', '.join(sorted(PROCESSES))}\n")
+    assert {f"  page  {served.url}/dashboard", f"  metrics  {served.url}/metrics"} <= {*served.lines}
+    for path in ("dashboard", "metrics"):
+        assert httpx.get(f"{served.url}/{path}").status_code == 200
     port = served.url.rpartition(":")[2]
     again = spool("serve", "--no-ray", "--port", port, environment=served.environment, cwd=folder)
     assert (again.code, "spool is served already" in again.err) == (2, True), again.err
@@ -179,7 +182,7 @@ def test_two_servers_that_start_at_once(tiny_pair: tuple[Path, Path], tmp_path: 
         found = {}
         for served in (first, second):
             served.wait_until_up()
-            (address,) = [line.split()[-1] for line in served.lines if "metrics of the scheduler" in line]
+            (address,) = [line.split()[-1] for line in served.lines if line.startswith("  metrics  ")]
             (chat,) = [line for line in served.lines if line.startswith("  chat  spool chat")]
             assert "spool_scheduler_uptime_seconds" in httpx.get(address, timeout=LONG).text
             app = chat.partition("--app ")[2] or "spool"

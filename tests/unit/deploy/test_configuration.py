@@ -11,6 +11,7 @@ import yaml
 
 from deploy.assembly.gateway import gateway_settings
 from deploy.cli import command_line as cli
+from deploy.cluster.addresses import metrics_urls
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.problems import ConfigurationError
 from deploy.config.spool_config import SpoolConfig
@@ -281,6 +282,47 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text(shown)
     again = load_configuration(file)
     assert (again.models.target, again.engine.kv_memory, again.gateway.port) == ("x", 2 << 30, 8000)
+
+
+def test_files_that_are_not_here_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, gone = tmp_path / "here", tmp_path / "gone"
+    here.touch()
+    files = {
+        "auth.tls.certificate": here,
+        "auth.tls.key": gone,
+        "auth.api_keys_file": gone,
+        "internal.tls.certificate": gone,
+        "internal.tls.key": here,
+        "internal.tls.ca": gone,
+        "gateway.receipt_key_file": gone,
+        "models.chat_template": gone,
+    }
+    given = {"models.target": "org/name", "models.draft": gone, **files}
+    overrides = [word for field, path in given.items() for word in ("--set", f"{field}={path}")]
+    assert cli.run(["config", "show", *overrides]) == 0
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["auth"]["api_keys_file"] == str(gone)
+    assert {*shown.err.splitlines()} == {
+        *(f"spool: warning: {name} is {gone}, and there is no such file here" for name in files if files[name] == gone),
+        f"spool: warning: models.draft is {gone}: no such folder, and not a hub id (organisation/model)",
+    }
+    assert cli.run(["config", "show"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_metrics_have_addresses_to_ask() -> None:
+    def urls(*overrides: str) -> list[str]:
+        return metrics_urls(load_configuration(None, overrides), "http://127.0.0.1:8000")
+
+    own = "http://127.0.0.1:8000/metrics"
+    assert urls() == [own, "http://127.0.0.1:8002/metrics"]
+    assert urls("metrics.scheduler_address=null") == [own]
+    assert urls("metrics.scheduler_address='[::]:9'", "groups.cells=2") == [
+        own, "http://[::1]:9/metrics", "http://[::1]:10/metrics"
+    ]  # fmt: skip
+    assert urls("metrics.scheduler_address=node-7:9") == [own, "http://node-7:9/metrics"]
+    # The schedulers are on another machine.
+    assert urls("ray.address=10.0.0.1:6379") == [own]
 
 
 def test_a_draft_and_a_target_alone_on_a_machine_each_compute_on_all_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
