@@ -43,6 +43,11 @@ class GatewaySettings(RequestSettings, Scaled):
                 yield f"allowed_origins.{number} is {origin!r}, {limit}"
 
     @property
+    def leave_seconds(self) -> float:
+        """On Ray, from the word that a gateway is to go: it waits for a successor first, half of the time at most."""
+        return 1.5 * self.drain_seconds
+
+    @property
     def listens_on_loopback(self) -> bool:
         return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 

@@ -66,7 +66,7 @@ def _gateways(config: SpoolConfig) -> Pods:
         gpus=0,
         resources=_whole(gateway) | _whole(scheduler),
         weights=(),
-        drain_seconds=math.ceil(gateway.drain_seconds),
+        drain_seconds=math.ceil(gateway.leave_seconds),
     )
 
 

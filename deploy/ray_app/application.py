@@ -124,7 +124,7 @@ def _gateway(gateway: GatewaySettings) -> serve.Deployment:
     return serve.deployment(Gateway).options(
         name=GATEWAY,
         ray_actor_options=gateway.actor_options(),
-        graceful_shutdown_timeout_s=gateway.drain_seconds + _END_SECONDS,
+        graceful_shutdown_timeout_s=gateway.leave_seconds + _END_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         **replica_options(gateway),
         **_HEALTH,

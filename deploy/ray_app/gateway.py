@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -11,10 +14,18 @@ from ray.serve.handle import DeploymentHandle
 from deploy.assembly.gateway import start_gateway
 from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.policy import OPEN_REQUESTS
+from deploy.cluster.client import application_state
 from deploy.config.spool_config import SpoolConfig
+from deploy.ray_app import GATEWAY
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import SchedulerAddress, keep_serve_on_node
 from services.launch.process_tuning import keep_loaded_objects
+
+logger = logging.getLogger(__name__)
+
+# In which load balancers ask twice for /-/healthz, and Serve begins to start a successor.
+_NOTICE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
 
 
 class Gateway:
@@ -29,6 +40,7 @@ class Gateway:
         """`workers` are only tied to the application here."""
         config.logging.install()
         keep_serve_on_node()
+        self._drain_seconds = config.gateway.drain_seconds
         self._running = AsyncExitStack()
         self._engine, _ = await start_gateway(
             config,
@@ -52,4 +64,25 @@ class Gateway:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to go: other gateways get new connections, and open requests end."""
+        self._engine.leaving = True
+        try:
+            async with asyncio.timeout(self._drain_seconds / 2):
+                await self._until_others_serve()
+        except TimeoutError:
+            logger.warning("no gateway has started in the place of this one, which accepts no more connections now")
         await self._running.aclose()
+
+    async def _until_others_serve(self) -> None:
+        """Returns when no gateway of the application is starting and load balancers know; at once if all of it ends."""
+        app_name, noticed = serve.get_replica_context().app_name, time.monotonic() + _NOTICE_SECONDS
+        starting = 1
+        while starting or time.monotonic() < noticed:
+            try:
+                state = await asyncio.to_thread(application_state, app_name)
+            except Exception:  # Ray's errors have no common ancestor
+                logger.debug("Serve does not answer", exc_info=True)
+                return
+            if state["status"] in ("NOT_STARTED", "DELETING"):
+                return
+            starting = state["deployments"].get(GATEWAY, {"replicas": {}})["replicas"].get("STARTING", 0)
+            await asyncio.sleep(_LOOK_SECONDS)

@@ -206,6 +206,8 @@ class CompletionEngine:
         self._readiness_ends = 0.0
         self.open_requests = 0
         """Requests over both APIs that `start` was called for and whose completion has not ended."""
+        self.leaving = False
+        """Set when clients should be sent to other gateways."""
 
     async def model(self, name: str | None) -> tuple[str, ServedModel]:
         """The model's name and description; `name` is one of its names, or None.

@@ -115,11 +115,13 @@ def open_router(engine: CompletionEngine) -> APIRouter:
 
     @router.get(BALANCED_PATH)
     async def balanced() -> Status:
-        """For load balancers and Kubernetes: 503 if no target worker has been up for half a minute.
+        """For load balancers: 503 if the gateway leaves, or no target worker has been up for half a minute.
 
         Requests wait as long for a scheduler that is being replaced, so clients need not be sent elsewhere before.
         """
         nonlocal last_ready
+        if engine.leaving:
+            raise BackendUnavailableError("this gateway leaves")
         try:
             await engine.check_ready()
             last_ready = time.monotonic()
