@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.models.source import public_name
 from protos import scheduler_pb2, worker_pb2
 from scheduler.messages import Role
 from scheduler.statistics import DraftingSnapshot, WorkerSnapshot
@@ -97,7 +98,7 @@ def _worker(link: WorkerLink, snapshot: WorkerSnapshot | None) -> scheduler_pb2.
 
 
 def drafting_to_wire(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
-    draft = "its own draft" if now.draft_id == now.target_id else now.draft_id
+    draft = "its own draft" if now.draft_id == now.target_id else public_name(now.draft_id)
     if now.length:
         what = f"drafts up to {now.length} tokens with {draft}, which is to give {now.gain:.2f} times"
     else:

@@ -201,7 +201,7 @@ def _thought(reasoning: Reasoning, token_id: TokenId) -> tuple[str, list[str]]:
     else:
         rules.append(f"THOUGHT: {_without(THINK_END)}")
         thought = f"THOUGHT <[{end}]> thought_end"
-    if reasoning is Reasoning.OPEN:
+    if reasoning is not Reasoning.POSSIBLE:
         return thought, rules
     return f"({_marker(THINK, token_id)} {thought})?", rules
 

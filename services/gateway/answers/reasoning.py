@@ -11,11 +11,13 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Reasoning(Enum):
-    """How answers to a prompt begin: never with reasoning, possibly with it, or within it, as the prompt opens it."""
+    """How answers to a prompt begin: never with reasoning, possibly with it, or within it, as the prompt opens it or
+    begins its text too."""
 
     NONE = auto()
     POSSIBLE = auto()
     OPEN = auto()
+    BEGUN = auto()
 
 
 def reasoning_after(prompt: str, begun: str = "") -> Reasoning:
@@ -25,8 +27,10 @@ def reasoning_after(prompt: str, begun: str = "") -> Reasoning:
     head = prompt.rstrip().removesuffix(begun).rstrip()
     if THINK_END in begun or head.endswith(THINK_END):
         return Reasoning.NONE
-    if begun.startswith(THINK) or head.endswith(THINK):
-        return Reasoning.OPEN
+    if head.endswith(THINK):
+        return Reasoning.BEGUN if begun else Reasoning.OPEN
+    if begun.startswith(THINK):
+        return Reasoning.OPEN if begun == THINK else Reasoning.BEGUN
     return Reasoning.NONE if begun else Reasoning.POSSIBLE
 
 
@@ -60,12 +64,12 @@ class ThoughtFinder:
     def finish(self) -> tuple[str, str]:
         """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return (held, "") if self._reasoning is Reasoning.OPEN else ("", held)
+        return ("", held) if self._reasoning in (Reasoning.NONE, Reasoning.POSSIBLE) else (held, "")
 
 
 class ReasoningSplitter:
     """Only the beginning of an answer can be reasoning. Its marks and white space at both ends of it and after it are
-    dropped.
+    dropped, but not white space that follows what the prompt has of it.
 
     If reasoning does not end, the answer has no content. The result does not depend on the pieces in which the text
     comes.
@@ -77,7 +81,7 @@ class ReasoningSplitter:
         """Comes before the text of the reasoning."""
         self._space = ""
         """At the end of the reasoning up to now."""
-        self._begun = False
+        self._begun = reasoning is Reasoning.BEGUN
         self._trims = False
         """Whether white space before content is dropped."""
 

@@ -194,7 +194,7 @@ async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
     if size > limit:
         raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
     encoding = headers.get("content-encoding", "identity")
-    if size and encoding.lower() != "identity":
+    if size and encoding.lower() not in ("", "identity"):
         told = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
         raise invalid(told, "content-encoding")
     return b"".join(chunks)

@@ -317,8 +317,9 @@ def test_thoughts(talk: Open) -> None:
 def test_a_message_that_is_continued_may_begin_the_thought(talk: Open, step: int) -> None:
     continued = {"continue_final_message": True, "add_generation_prompt": False}
     for begun, said, reasoning, content in (
-        ("<think>\nLet me see", "it is 4.\n</think>\n\nFour.", "it is 4.", "Four."),
-        ("<think>", "Hm.</think>Four.", "Hm.", "Four."),
+        ("<think>\nLet me see", " it is 4.\n</think>\n\nFour.", " it is 4.", "Four."),
+        ("<think>\nLet me see ", "it is 4.", "it is 4.", ""),
+        ("<think>", "\nHm.</think>Four.", "Hm.", "Four."),
         ("<think>\nIt is 4.\n</think>\n\n", "Four.", "", "Four."),
         ("<think>\nIt is 4.\n</think>\n\nThe answer", " is <think>.", "", " is <think>."),
         ("The answer", " is 4.", "", " is 4."),

@@ -142,6 +142,10 @@ def test_seeds_count_up() -> None:
     assert [sampling.parameters(index).seed for index in (0, 1, 2)] == [2**64 - 1, 0, 1]
 
 
+def test_a_top_p_of_zero_is_greedy() -> None:
+    assert SamplingSettings(top_p=0, temperature=0.8).parameters(0) == SamplingParameters(temperature=0)
+
+
 def test_answers_get_shorter_where_the_model_ends(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "a" * 10}, {"prompt": "a" * 95})
     jobs = make_jobs(load_prompts(path, None), tokenizer, SamplingSettings(max_tokens=20), 100)

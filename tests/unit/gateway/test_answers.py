@@ -44,6 +44,7 @@ FORMS = {
     "single": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, several=False),
     "thinking": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, reasoning=Reasoning.POSSIBLE),
     "in thought": AnswerForm(reasoning=Reasoning.OPEN),
+    "in begun thought": AnswerForm(reasoning=Reasoning.BEGUN),
 }
 
 
