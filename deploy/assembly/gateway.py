@@ -90,6 +90,7 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         **{name: getattr(gateway, name) for name in RequestSettings.model_fields},
         model_names=(config.served_name,),
         api_keys=secrets.api_keys,  # type: ignore[arg-type]  # pydantic hides them
+        metrics_keys=secrets.metrics_keys,  # type: ignore[arg-type]
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
         share_prefix_cache=config.auth.share_prefix_cache,
         sampling=sampling,

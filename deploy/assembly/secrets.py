@@ -10,7 +10,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificates
 
-from deploy.config.ingress import AuthSettings, InternalSettings
+from deploy.config.ingress import InternalSettings
 from deploy.config.spool_config import SpoolConfig
 from services.gateway.settings import TlsFiles
 from services.receipts.signing import ReceiptKey
@@ -62,6 +62,7 @@ class ClientSecrets:
     """What a gateway needs in order to serve clients, beside what stands in its configuration."""
 
     api_keys: tuple[str, ...]
+    metrics_keys: tuple[str, ...]
     receipt_key: str | None
 
 
@@ -70,15 +71,20 @@ def client_secrets(config: SpoolConfig) -> ClientSecrets:
     certificate. Raises SecretError for what cannot be used, and for a source of keys that holds none."""
     if config.auth.tls is not None:
         check_pem("auth.tls", config.auth.tls)
-    return ClientSecrets(tuple(_api_keys(config.auth)), _receipt_key(config.gateway.receipt_key_file))
+    auth = config.auth
+    written = [key.get_secret_value() for key in auth.api_keys]
+    api_keys = [*written, *_keys("auth.api_keys", auth.api_keys_env, auth.api_keys_file)]
+    metrics_keys = _keys("auth.metrics_keys", auth.metrics_keys_env, auth.metrics_keys_file)
+    return ClientSecrets(tuple(api_keys), tuple(metrics_keys), _receipt_key(config.gateway.receipt_key_file))
 
 
-def _api_keys(auth: AuthSettings) -> list[str]:
-    keys = [key.get_secret_value() for key in auth.api_keys]
-    if (name := auth.api_keys_env) is not None:
-        keys += _usable("auth.api_keys_env", name, secret_from_environment("auth.api_keys_env", name).split(","))
-    if (file := auth.api_keys_file) is not None:
-        keys += _usable("auth.api_keys_file", file, secret_from_file("auth.api_keys_file", file).splitlines())
+def _keys(field: str, name: str | None, file: Path | None) -> list[str]:
+    """Those of the environment variable and of the file, which two fields name, each beginning with `field`."""
+    keys: list[str] = []
+    if name is not None:
+        keys += _usable(f"{field}_env", name, secret_from_environment(f"{field}_env", name).split(","))
+    if file is not None:
+        keys += _usable(f"{field}_file", file, secret_from_file(f"{field}_file", file).splitlines())
     return keys
 
 

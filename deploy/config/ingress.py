@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
-from services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles
+from services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles, is_loopback
 from services.rpc.bearer import KEY_FORM, is_key
 
 _SHORTEST_TOKEN = 16
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DIGEST_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
@@ -37,6 +38,9 @@ class GatewaySettings(RequestSettings, Scaled):
             yield f"grpc_port is {self.grpc_port}, must differ from port"
         if not self.listens_on_loopback and not _is_address(self.host):
             yield f"host is {self.host!r}, must be localhost or an IP address"
+        for number, name in enumerate(self.allowed_hosts):
+            if not _HOST.fullmatch(name):
+                yield f"allowed_hosts.{number} is {name!r}, must be a name in lower case, such as spool.example.com"
         for number, origin in enumerate(self.allowed_origins):
             if not _ORIGIN.fullmatch(origin):
                 limit = "must be * or scheme, host and port alone, in lower case, such as https://example.com"
@@ -49,7 +53,7 @@ class GatewaySettings(RequestSettings, Scaled):
 
     @property
     def listens_on_loopback(self) -> bool:
-        return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
+        return is_loopback(self.host)
 
 
 class MutualTlsFiles(TlsFiles):
@@ -90,6 +94,12 @@ class AuthSettings(Section):
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
     )
     api_keys_file: NodeFile | None = described(None, "File on the gateway's node with more such keys, one a line.")
+    metrics_keys_env: str | None = described(
+        None,
+        "Environment variable of the gateway with keys, separated by commas, that may read /metrics and /load alone.",
+        min_length=1,
+    )
+    metrics_keys_file: NodeFile | None = described(None, "File on the gateway's node with more such keys, one a line.")
     share_prefix_cache: bool = described(
         False,
         "Requests with different API keys reuse each other's KV of a common prompt prefix. Each key can then find out "
@@ -101,6 +111,9 @@ class AuthSettings(Section):
         for number, key in enumerate(self.api_keys):
             if not is_key(key.get_secret_value()):
                 yield f"api_keys.{number} {KEY_FORM}"
+        for field in ("metrics_keys_env", "metrics_keys_file"):
+            if getattr(self, field) is not None and not self.required:
+                yield f"{field} is set, must be unset where no other keys are: everybody may read metrics then"
         for field in ("name", "digest"):
             values = [getattr(key, field) for key in self.keys]
             for number, value in enumerate(values):

@@ -308,6 +308,13 @@ class SpoolConfig(Section):
         groups = groups.model_copy(update={"shared_device": self.shares_device})
         return config.model_copy(update={"groups": groups})
 
+    def without_client_keys(self) -> SpoolConfig:
+        """For processes that serve no clients: keys with a name, of which there are only digests, stay."""
+        auth = {"api_keys": (), "api_keys_env": None, "api_keys_file": None}
+        auth |= {"metrics_keys_env": None, "metrics_keys_file": None}
+        gateway = self.gateway.model_copy(update={"allow_unauthenticated": True})
+        return self.model_copy(update={"auth": self.auth.model_copy(update=auth), "gateway": gateway})
+
     def plain(self) -> dict[str, Any]:
         """Plain data from which another process makes the same configuration, secrets and all."""
         return self.model_dump(mode="json", context={"reveal": True}, exclude_defaults=True)

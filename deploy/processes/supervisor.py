@@ -37,14 +37,17 @@ async def running_cell(
     def worker(launch: WorkerLaunch) -> ChildProcess:
         task = replace(others, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
         variables = compute_environment(launch.threads, config.engine.cpu_isa)
-        return child("worker", task, variables | config.group(launch.role).environment)
+        return child("worker", task, hidden | variables | config.group(launch.role).environment)
 
+    # Of what this process was given, only gateways are to know the keys of clients.
+    hidden = {name: "" for name in (config.auth.api_keys_env, config.auth.metrics_keys_env) if name is not None}
     group = ChildGroup(lambda name, reason: progress(name, reason, None), _RESTART_SECONDS)
     async with group:
-        first = Task("scheduler", str(folder), config.plain())
-        scheduler = child("scheduler", first, {})
+        first = Task("scheduler", str(folder), config.without_client_keys().plain())
+        scheduler = child("scheduler", first, hidden)
         await group.start(scheduler)
         others = replace(first, scheduler=scheduler.address)
-        gateways = [replace(others, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
+        serving = replace(others, settings=config.plain())
+        gateways = [replace(serving, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
         await group.start(*(child("gateway", task, {}) for task in gateways), *map(worker, workers))
         yield group, scheduler.address

@@ -54,9 +54,10 @@ def application(config: SpoolConfig) -> Application:
         internal = config.internal.model_copy(update={"token": SecretStr(random_token())})
         config = config.model_copy(update={"internal": internal})
     config = settled(config)
-    schedulers = {cell: _scheduler(config, cell).bind(config, cell) for cell in config.groups.cell_numbers}
+    inner = config.without_client_keys()
+    schedulers = {cell: _scheduler(config, cell).bind(inner, cell) for cell in config.groups.cell_numbers}
     workers = [
-        _worker(config, role, cell).bind(config, role, scheduler)
+        _worker(config, role, cell).bind(inner, role, scheduler)
         for cell, scheduler in schedulers.items()
         for role in config.roles
     ]

@@ -21,15 +21,19 @@ _BASIC = b"basic "
 class ApiKeys:
     """Compares the key that a client shows with every known key, in a time that reveals nothing about the keys."""
 
-    def __init__(self, keys: Sequence[SecretStr], named: Sequence[NamedKey] = ()) -> None:
+    def __init__(
+        self, keys: Sequence[SecretStr], named: Sequence[NamedKey] = (), metrics: Sequence[SecretStr] = ()
+    ) -> None:
         # Digests all have the same length, and comparing digests does not reveal how much of a key was right.
         self._digests = [(_digest(key.get_secret_value().encode()), "") for key in keys]
         self._digests += [(bytes.fromhex(key.digest), key.name) for key in named]
+        self._of_metrics = [_digest(key.get_secret_value().encode()) for key in metrics]
 
-    def check(self, *authorization: bytes) -> tuple[str, bytes]:
+    def check(self, *authorization: bytes, reads_metrics: bool = False) -> tuple[str, bytes]:
         """The name ("" for one without a name) and the digest of the key that is shown; both empty where none is set.
 
-        `authorization` is what the header or the metadata has. Raises RequestError unless one known key is shown.
+        `authorization` is what the header or the metadata has. Raises RequestError unless one known key is shown,
+        which may be one of the metrics' where the request `reads_metrics` and does nothing else.
         """
         if not self._digests:
             return "", b""
@@ -45,6 +49,12 @@ class ApiKeys:
         for digest, name in self._digests:
             # All are compared, wherever the right one stands.
             found = (name, digest) if hmac.compare_digest(digest, shown) else found
+        of_metrics = [digest for digest in self._of_metrics if hmac.compare_digest(digest, shown)]
+        if found is None and of_metrics:
+            if not reads_metrics:
+                message = "the API key may read /metrics and /load alone"
+                raise RequestError(ErrorKind.FORBIDDEN, message, code="metrics_key")
+            found = ("", shown)
         if found is None:
             raise _refusal("the API key is not known here", "invalid_api_key")
         return found

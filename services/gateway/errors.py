@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 class ErrorKind(Enum):
     INVALID = "invalid"
     UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
     METHOD = "method"
     TOO_LARGE = "too_large"

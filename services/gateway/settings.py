@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,13 @@ NodeFile = Annotated[Path, AfterValidator(Path.absolute)]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class TlsFiles(_Frozen):
@@ -150,6 +158,8 @@ class RequestSettings(_Frozen):
     """Timeout of requests; null: limits.timeout_seconds."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API; * for all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names besides localhost by which clients may reach a server on loopback that asks for no keys."""
     tool_format: ToolFormat | None = None
     """How the model writes calls. Unset: as its chat template tells."""
     control_tokens_in_messages: bool = False
@@ -175,6 +185,8 @@ class GatewaySettings(RequestSettings):
     """Keys without a name."""
     named_keys: tuple[NamedKey, ...] = ()
     """Keys with a name. A client must show one of either; without any, everybody may call."""
+    metrics_keys: tuple[SecretStr, ...] = ()
+    """Keys that may read metrics alone."""
     share_prefix_cache: bool = False
     """Whether requests with different keys take over each other's KV."""
     sampling: SamplingDefaults = SamplingDefaults()
@@ -191,6 +203,13 @@ class GatewaySettings(RequestSettings):
     @property
     def keys_required(self) -> bool:
         return bool(self.api_keys or self.named_keys)
+
+    @property
+    def known_hosts(self) -> tuple[str, ...] | None:
+        """Names by which HTTP clients may reach the server; None: any."""
+        if self.keys_required or not is_loopback(self.http.host):
+            return None
+        return ("localhost", *self.allowed_hosts)
 
     def strftime_now(self, form: str) -> str:
         """For chat templates."""

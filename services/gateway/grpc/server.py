@@ -45,7 +45,8 @@ class GrpcServer:
         self._engine = engine
         self.drain_seconds = drain_seconds
         self._share_port = share_port
-        keys = ApiKeys(engine.settings.api_keys, engine.settings.named_keys)
+        settings = engine.settings
+        keys = ApiKeys(settings.api_keys, settings.named_keys, settings.metrics_keys)
         self._guards = [key_guard(keys, engine.metrics), MessageGuard()]
         self._server: grpc.aio.Server | None = None
         self.address = ""

@@ -36,7 +36,8 @@ def create_app(engine: CompletionEngine) -> ASGIApp:
     install_error_handlers(app, metrics)
     # A request passes the middleware that was added last first.
     app.add_middleware(BodyReader, limits=settings.limits, metrics=metrics)
-    app.add_middleware(KeyGate, keys=ApiKeys(settings.api_keys, settings.named_keys), metrics=metrics)
+    api_keys = ApiKeys(settings.api_keys, settings.named_keys, settings.metrics_keys)
+    app.add_middleware(KeyGate, keys=api_keys, metrics=metrics, known_hosts=settings.known_hosts)
     # The framework answers unexpected errors outside the middleware that it adds.
     outer: ASGIApp = app
     if settings.allowed_origins:

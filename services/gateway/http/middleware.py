@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +27,8 @@ from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_re
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ping", BALANCED_PATH)
-_MONITORED = (*OPEN_PATHS, "/metrics", "/load")
+_METRICS_PATHS = ("/metrics", "/load")
+_MONITORED = (*OPEN_PATHS, *_METRICS_PATHS)
 
 # Pages for browsers, which cannot send a bearer's key by themselves. Requests for them have no effect, so a page of
 # another site that makes a browser send one gains nothing.
@@ -33,6 +37,7 @@ _ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", ch
 
 # Characters in log lines: clients choose them.
 _LONGEST_METHOD, _LONGEST_PATH = 16, 200
+_SHOWN_HOST = 80
 
 # Closing the connection while a client still sends resets it, and the client never sees the answer.
 _DISCARDED_BYTES = 64 * 1024 * 1024
@@ -74,12 +79,20 @@ class RequestIds:
 
 
 class KeyGate:
-    """Requires an API key, except on OPEN_PATHS, and notes the key's name for the request."""
+    """Requires an API key, except on OPEN_PATHS, and notes the key's name for the request.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics) -> None:
+    A server without keys trusts whoever is on its machine, which pages in a browser there are too: one whose owner lets
+    its name lead to this machine would read answers. So the request must name the server by an address, or by one of
+    `known_hosts`, where these are not None.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics, known_hosts: Collection[str] | None
+    ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._known_hosts = known_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and _path_of_route(scope) in OPEN_PATHS):
@@ -91,8 +104,11 @@ class KeyGate:
             return
         headers = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
+        reads = scope["method"] in ("GET", "HEAD") and _path_of_route(scope) in _METRICS_PATHS
+        shown = map(bearer_of_basic, headers) if browsed else headers
         try:
-            note_key(*self._keys.check(*(map(bearer_of_basic, headers) if browsed else headers)))
+            self._check_host(Headers(scope=scope).get("host"))
+            note_key(*self._keys.check(*shown, reads_metrics=reads))
         except RequestError as error:
             self._metrics.failed(error.kind)
             response = error_response(error)
@@ -101,6 +117,30 @@ class KeyGate:
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _check_host(self, host: str | None) -> None:
+        """Raises RequestError. Browsers always say a host."""
+        if self._known_hosts is None or host is None:
+            return
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        if name.removesuffix(".") not in self._known_hosts and not _is_address(name):
+            raise invalid(
+                f"the host of the request is {host[:_SHOWN_HOST]!r}, must be localhost, an address, or a name in "
+                "gateway.allowed_hosts",
+                None,
+                "unknown_host",
+            )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _path_of_route(scope: Scope) -> str:

@@ -34,6 +34,7 @@ class ErrorResponse(BaseModel):
 _KINDS = {
     ErrorKind.INVALID: (400, "invalid_request_error"),
     ErrorKind.UNAUTHENTICATED: (401, "invalid_request_error"),
+    ErrorKind.FORBIDDEN: (403, "invalid_request_error"),
     ErrorKind.NOT_FOUND: (404, "invalid_request_error"),
     ErrorKind.METHOD: (405, "invalid_request_error"),
     ErrorKind.SLOW_BODY: (408, "invalid_request_error"),

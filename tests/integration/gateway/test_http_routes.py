@@ -18,6 +18,8 @@ from protos import scheduler_pb2
 from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
 from services.scheduler_client.remote_stream import RemoteStream
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
 from tests.integration.gateway.test_http_tools import TOOLS
 from tests.support.gateway import MODEL, Gateways
@@ -252,3 +254,75 @@ def test_browsers_may_call_from_the_allowed_origins(
             assert response.headers["x-request-id"]
             exposed = response.headers.get("access-control-expose-headers", "")
             assert shown is None or {"x-request-id", "x-spool-seed", "retry-after"} <= {*exposed.split(", ")}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/dashboard", "/v1/completions", "/nowhere"])
+def test_pages_cannot_reach_a_server_without_keys_under_their_own_names(gateways: Gateways, path: str) -> None:
+    """Whoever owns a name can let it lead to 127.0.0.1; an address, or `localhost`, no page can have for its own."""
+    known = ["localhost", "LOCALHOST:8000", "localhost.:1", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "192.0.2.7"]
+    strange = [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "[::1",
+        "a@b",
+        "",
+    ]
+    listed = GatewaySettings(allowed_hosts=("spool.internal",))
+    keyed = GatewaySettings(api_keys=(SecretStr("key"),))
+    with gateways.serve() as served, gateways.serve(listed) as named, gateways.serve(keyed) as closed:
+
+        def ask(url: str, host: str, path: str = path) -> httpx.Response:
+            method = "POST" if path == "/v1/completions" else "GET"
+            headers = {"host": host, "authorization": "Bearer key"}
+            return httpx.request(method, f"{url}{path}", headers=headers, json={"prompt": "a", "max_tokens": 1})
+
+        right = 404 if path == "/nowhere" else 200
+        for host in known:
+            assert ask(served.url, host).status_code == right, host
+        for host in strange:
+            refused = ask(served.url, host)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_host"), host
+            assert f"is {host!r}, must be localhost, an address, or a name in gateway.allowed_hosts" in refused.text
+            assert {ask(served.url, host, path).status_code for path in OPEN} == {200}
+            # A page has no key to send.
+            assert ask(closed.url, host).status_code == right, host
+        assert ask(named.url, "spool.internal:8000").status_code == right
+        assert ask(named.url, "evil.internal").status_code == 400
+
+
+def test_a_key_of_metrics_opens_nothing_else(gateways: Gateways) -> None:
+    settings = GatewaySettings(
+        api_keys=(SecretStr("key"), SecretStr("both")), metrics_keys=(SecretStr("m"), SecretStr("both"))
+    )
+    with gateways.serve(settings) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+
+        def status(key: str, method: str, path: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": "a", "max_tokens": 1} if method == "POST" else None
+            return http.request(method, path, headers=headers, json=body).status_code
+
+        for path in ("/metrics", "/load", *OPEN):
+            assert {status(key, "GET", path) for key in ("key", "m", "both")} == {200}
+            assert {status(key, "HEAD", path) for key in ("key", "m", "both")} == {200}
+        assert http.get("/metrics", auth=("prometheus", "m")).status_code == 200
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/dashboard"),
+            ("GET", "/metrics/"),
+            ("GET", "/version"),
+            ("POST", "/metrics"),
+            ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("GET", "/nowhere"),
+        ):
+            refused = http.request(method, path, headers={"authorization": "Bearer m"}, json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "metrics_key"), path
+            assert status("key", method, path) == status("both", method, path) != 403
+        assert status("nobody's", "GET", "/metrics") == 401
+        with grpc.insecure_channel(served.address) as channel:
+            stub = GenerationServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ListModels(pb.ListModelsRequest(), metadata=[("authorization", "Bearer m")], timeout=LONG)
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -173,8 +173,10 @@ def test_two_servers_that_start_at_once(tiny_pair: tuple[Path, Path], tmp_path: 
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
-    models, settings = (tiny_pair[0], "--draft", "none", "--dtype", "float32"), {"engine": ENGINE, "metrics": {}}
-    shared = {"SPOOL_STATE": str(tmp_path / "state")}
+    models = (tiny_pair[0], "--draft", "none", "--dtype", "float32")
+    auth = {"api_keys": ["key-in-the-file"], "api_keys_env": "KEYS", "metrics_keys_env": "METRICS_KEYS"}
+    settings = {"engine": ENGINE, "metrics": {}, "auth": auth}
+    shared = {"SPOOL_STATE": str(tmp_path / "state"), "KEYS": "key-of-a-client", "METRICS_KEYS": "key-of-a-monitor"}
     with (
         served_without_ray(one, *models, environment=shared, **settings) as first,
         served_without_ray(other, *models, environment=shared, **settings) as second,
@@ -189,6 +191,17 @@ def test_two_servers_that_start_at_once(tiny_pair: tuple[Path, Path], tmp_path: 
             shown = spool("status", "--app", app, "--json", environment=shared)
             assert (shown.code, shown.summary["addresses"]["http"]) == (0, served.url), shown.err
             found[app] = address
+            # Only gateways know the keys of clients.
+            for name in ("scheduler", "target-0", "gateway-0"):
+                environment = str(psutil.Process(served.process_id(name)).environ())
+                known = [key in environment for key in ("key-in-the-file", "key-of-a-client", "key-of-a-monitor")]
+                assert known == [name == "gateway-0"] * 3, name
+            page = f"{served.url}/metrics"
+            codes = [
+                httpx.get(page, headers={"authorization": f"Bearer {key}"}, timeout=LONG).status_code
+                for key in ("key-in-the-file", "key-of-a-client", "key-of-a-monitor", "key-of-nobody")
+            ]
+            assert codes == [200, 200, 200, 401]
         assert len(set(found.values())) == 2
         assert "spool" in found
 

@@ -103,6 +103,11 @@ internal:
         ("ray:\n  address: here", "ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "gateway.grpc_port is 8000, must differ from port"),
         (
+            "gateway:\n  allowed_hosts: [a.example, 'http://b.example']",
+            "gateway.allowed_hosts.1 is 'http://b.example', must be a name in lower case",
+        ),
+        ("auth:\n  metrics_keys_env: A", "auth.metrics_keys_env is set, must be unset where no other keys are"),
+        (
             "gateway:\n  allowed_origins: [https://a.example, https://a.example/]",
             "gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
         ),

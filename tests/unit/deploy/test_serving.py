@@ -139,6 +139,8 @@ def test_a_source_of_keys_that_holds_none_does_not_open_the_server(
         ("auth.api_keys_file", "foreign", f"/foreign, whose key 2 {form}"),
         ("auth.api_keys_file", "words", f"/words, whose key 2 {form}"),
         ("auth.api_keys_file", "binary", "/binary, which cannot be read"),
+        ("auth.metrics_keys_env", "COMMAS", "is COMMAS, which holds no key, must hold at least one"),
+        ("auth.metrics_keys_file", "blank", "/blank, which is empty"),
         ("gateway.receipt_key_file", "blank", "/blank, which is empty"),
         ("internal.token_env", "BLANK", "is BLANK, a variable that is empty"),
         ("internal.token_file", "blank", "/blank, which is empty"),
@@ -152,7 +154,7 @@ def test_a_source_of_keys_that_holds_none_does_not_open_the_server(
         ),
     ):
         settings = ["--host", host, "--set", f"{field}={value}"]
-        if not field.startswith("auth."):
+        if not field.startswith(("auth.api_keys", "auth.keys")):
             settings += ["--set", "auth.api_keys=[k]"]
         ended = spool_here("serve", "./no-such-model", *run, *settings, cwd=tmp_path, environment=variables)
         assert ended.code == 2, (field, value)
@@ -301,7 +303,7 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        ("serve --set models.target=/", 2, "the folder holds no config.json, so no model"),
+        ("serve --set models.target=/", 2, "the folder holds no config.json and no GGUF file, so no model"),
         ("serve --set ray.address=127.0.0.1:1", 1, "Ray at 127.0.0.1:1 cannot be joined: Connection refused"),
         ("serve --no-ray --set ray.address=auto", 2, "ray.address is 'auto', must be unset with --no-ray"),
         ("serve --no-ray --set groups.cells=2", 2, "groups.cells is 2, must be 1 with --no-ray"),
