@@ -1,9 +1,12 @@
-"""What a command is doing, in lines on standard error."""
+"""What a command is doing, in lines on standard error, and what it found, on standard output."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -13,6 +16,16 @@ _SECONDS_BETWEEN_LINES = 5.0
 def say(text: str) -> None:
     """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def report(lines: Iterable[str], summary: Mapping[str, Any] | None) -> None:
+    """Prints what a command found on standard output: in lines or, if there is one, the summary, as one line of JSON.
+    The lines are then on standard error."""
+    if summary is None:
+        print("\n".join(lines), flush=True)
+    else:
+        say("\n".join(lines))
+        print(json.dumps(summary), flush=True)
 
 
 class Reporter:
@@ -46,5 +59,5 @@ def describe(statistics: StatisticsSnapshot) -> str:
         parts.append(f"{statistics.committed_per_round:.2f} a round")
     if statistics.groups:
         parts.append(f"group {statistics.mean_group_size:.1f}")
-        parts.append(f"equal {statistics.equal_length_share:.0%}")
+        parts.append(f"{statistics.equal_length_share:.0%} of rows in equal-length groups")
     return ", ".join(parts)

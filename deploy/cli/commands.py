@@ -66,24 +66,26 @@ def verify_command(
     inputs: InputSettings,
     policy: Annotated[
         list[Policy] | None,
-        typer.Option(help="How verify batches are formed; repeat for several.", show_default="auto"),
+        typer.Option(help="How verify batches are formed; repeat for several.", show_default="ragged"),
     ] = None,
 ) -> int:
     """Checks that speculation gives what plain decoding gives, token for token and logit for logit.
 
-    Exit code 1 if it does not. Every run computes everything: it finds no prefixes of the runs before it.
+    Exit code 1 if it does not, or if nothing was drafted: the policy auto may find that drafts do not pay. Every run
+    computes everything: it finds no prefixes of the runs before it.
     """
     config = configured(given, compares=True)
     from deploy.offline.verify import verify
 
-    return verify(config, sampling, inputs, policy or [Policy.AUTO])
+    return verify(config, sampling, inputs, policy or [Policy.RAGGED])
 
 
 @takes_options()
 def replay_command(settings: ReplaySettings) -> int:
     """Computes the output of receipts again, and compares it bit by bit.
 
-    Exit code 1 if a receipt is damaged, or anything differs: the first place is named.
+    Exit code 1 if a receipt is damaged, or anything differs: the first place is named. The text of answers is compared
+    with the tokens of their receipts.
     """
     from deploy.offline.replay import replay_receipts
 

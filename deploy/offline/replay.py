@@ -8,21 +8,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from deploy.errors import RunError, UsageError
+from deploy.offline.answer_text import text_difference
 from deploy.offline.parting import Parting, logprob_of, parting
 from deploy.offline.settings import ReplaySettings
-from deploy.progress import Reporter, say
+from deploy.progress import Reporter, report
 from deploy.workers import worker_devices
 from engine.cpu.isa import AUTO, available_isas
 from engine.description import EngineDescription
 from engine.errors import EngineError
-from engine.models.source import ModelNotFoundError
+from engine.models.fetching import fetch_tokenizer
+from engine.models.source import ModelNotFoundError, resolve_model
 from engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
+from scheduler.messages import Role
 from services.launch.process_tuning import compute_environment, keep_freed_memory, keep_loaded_objects
 from services.receipts.fingerprint import differences, fingerprint_name
-from services.receipts.receipt import Receipt, ReceiptError, receipts_in
+from services.receipts.receipt import FoundReceipt, Receipt, ReceiptError, receipts_in
+from services.text.tokenizer import ModelTokenizer
 
 # Without shapes that bits depend on, passes are large: they take less time for a token.
 _TOKENS_OF_A_PASS = 384
@@ -48,39 +51,38 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A receipt; `logprobs` are those of the answer that it came with, or none."""
+    """A receipt, and the answer that it was found in."""
 
     verdict: Verdict
     receipt: Receipt
-    logprobs: Sequence[float]
+    found: FoundReceipt
 
 
 def replay_receipts(settings: ReplaySettings) -> int:
     """Exit code 0 if the target computes every receipt again, bit by bit, else 1. Raises `UsageError`, `RunError`."""
     verdicts: list[Verdict] = []
     receipts: list[_Entry] = []
-    for place, data, logprobs in _read(settings.receipts):
+    for place, found in _read(settings.receipts):
         verdicts.append(Verdict(place))
         try:
-            receipt = Receipt.from_json(data, settings.public_key)
+            receipt = Receipt.from_json(found.data, settings.public_key)
         except ReceiptError as error:
             verdicts[-1].reason = str(error)
         else:
             verdicts[-1].tokens = len(receipt.output)
-            receipts.append(_Entry(verdicts[-1], receipt, logprobs))
+            receipts.append(_Entry(verdicts[-1], receipt, found))
     seconds = _replay(receipts, settings) if receipts else 0.0
-    for verdict in verdicts:
-        say(f"{verdict.place}: {f'equal, {verdict.tokens} tokens' if verdict.equal else verdict.reason}")
+    lines = [f"{one.place}: {f'equal, {one.tokens} tokens' if one.equal else one.reason}" for one in verdicts]
     equal, tokens = sum(verdict.equal for verdict in verdicts), sum(verdict.tokens for verdict in verdicts)
-    say(f"{equal} of {len(verdicts)} receipts are equal; {tokens} tokens in {seconds:.1f} s")
-    if settings.json_output:
-        found = [asdict(verdict) | {"equal": verdict.equal} for verdict in verdicts]
-        print(json.dumps({"command": "replay", "receipts": found, "tokens": tokens, "seconds": seconds}), flush=True)
+    lines.append(f"{equal} of {len(verdicts)} receipts are equal; {tokens} tokens in {seconds:.1f} s")
+    as_json = [asdict(verdict) | {"equal": verdict.equal} for verdict in verdicts]
+    summary = {"command": "replay", "receipts": as_json, "tokens": tokens, "seconds": seconds}
+    report(lines, summary if settings.json_output else None)
     return 0 if equal == len(verdicts) else 1
 
 
-def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any, Sequence[float]]]:
-    """Receipts, or answers that have some: one in a file, or one a line. Each with its place and log probabilities."""
+def _read(files: Iterable[Path]) -> Iterator[tuple[str, FoundReceipt]]:
+    """Receipts, or answers that have some: one in a file, or one a line. Each with its place."""
     for file in files:
         try:
             # Lines of bytes: those of texts also end at characters that JSON texts may hold, such as U+2028.
@@ -96,8 +98,8 @@ def _read(files: Iterable[Path]) -> Iterator[tuple[str, Any, Sequence[float]]]:
             raise UsageError(f"{file} has choices that are no answer's: {error}") from error
         if not found:
             raise UsageError(f"{file} holds no receipt")
-        for number, (data, logprobs) in enumerate(found, 1):
-            yield str(file) if len(found) == 1 else f"{file}, receipt {number}", data, logprobs
+        for number, each in enumerate(found, 1):
+            yield str(file) if len(found) == 1 else f"{file}, receipt {number}", each
 
 
 def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
@@ -117,6 +119,7 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
 
     reporter = Reporter()
     try:
+        tokenizer = _tokenizer(settings.target, reporter) if any(entry.found.texts for entry in entries) else None
         engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
     except (EngineError, ModelNotFoundError) as error:
         raise RunError(str(error)) from error
@@ -142,12 +145,19 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
         if settings.logprobs:
             verdict.logprobs = [logprob_of(*each) for each in zip(receipt.output, found.logprobs, strict=False)]
         if output.to_the_end and found.error is None:
-            verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.logprobs)
+            verdict.parting = parting(receipt, found.tokens, found.logits_digests, found.logprobs, entry.found.logprobs)
             verdict.reason = f"{verdict.reason}: {verdict.parting}" if verdict.parting.logits else None
         else:
             verdict.reason = found.error or receipt.difference(found.tokens, found.logits_digests)
+        if verdict.reason is None and tokenizer is not None:
+            verdict.reason = text_difference(entry.found, receipt, tokenizer)
         reporter.run("replay", done, len(outputs), None)
     return time.perf_counter() - began
+
+
+def _tokenizer(target: str, reporter: Reporter) -> ModelTokenizer:
+    source = resolve_model(target, Role.TARGET)
+    return ModelTokenizer(fetch_tokenizer(source, lambda *what: reporter.stage("target", *what)))
 
 
 def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest: int) -> EngineSettings:

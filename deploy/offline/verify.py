@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from deploy.offline.comparison import Comparison, compare
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import load_prompts
 from deploy.offline.settings import InputSettings, SamplingSettings
-from deploy.progress import Reporter, describe, say
+from deploy.progress import Reporter, describe, report
 from scheduler.config import Policy, SchedulerConfig
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -33,29 +32,34 @@ class Outcome:
 
 
 def verify(config: SpoolConfig, sampling: SamplingSettings, inputs: InputSettings, policies: Sequence[Policy]) -> int:
-    """Exit code 0 if every policy gave exactly the reference's tokens, else 1. Raises `UsageError` and `RunError`."""
+    """Exit code 0 if every policy gave exactly the reference's tokens and logits, and one drafted; else 1.
+
+    Raises `UsageError` and `RunError`.
+    """
     prompts = load_prompts(inputs.prompts, inputs.limit)
     reporter = Reporter()
     models = prepare_models(config, reporter)
     jobs = make_jobs(prompts, models.tokenizer, sampling, models.max_positions)
     plain, outcomes = run_until_interrupted(_run(config, policies, models, jobs, reporter))
-    for outcome in outcomes:
-        _print(outcome)
     exact_match = min(outcome.comparison.exact_match for outcome in outcomes)
-    if inputs.json_output:
-        summary = {
-            "command": "verify",
-            "temperature": sampling.temperature,
-            "exact": config.models.exact,
-            "exact_match": exact_match,
-            "logits_bit_equal": min(outcome.comparison.logits_bit_equal for outcome in outcomes),
-            "sequences": len(jobs),
-            "tokens": plain.tokens,
-            "policies": {outcome.name: outcome.to_json() for outcome in outcomes},
-            "reference": plain.to_json(),
-        }
-        print(json.dumps(summary), flush=True)
-    return 0 if exact_match == 1 else 1
+    logits_bit_equal = min(outcome.comparison.logits_bit_equal for outcome in outcomes)
+    exact = exact_match == logits_bit_equal == 1
+    drafted = any(outcome.statistics.drafted for outcome in outcomes)
+    lines = [line for outcome in outcomes for line in _lines(outcome)]
+    verdict = "no" if not exact else "yes" if drafted else "not shown, nothing was drafted"
+    summary = {
+        "command": "verify",
+        "temperature": sampling.temperature,
+        "exact": config.models.exact,
+        "exact_match": exact_match,
+        "logits_bit_equal": logits_bit_equal,
+        "sequences": len(jobs),
+        "tokens": plain.tokens,
+        "policies": {outcome.name: outcome.to_json() for outcome in outcomes},
+        "reference": plain.to_json(),
+    }
+    report([*lines, f"exact: {verdict}"], summary if inputs.json_output else None)
+    return 0 if exact and drafted else 1
 
 
 async def _run(
@@ -89,7 +93,7 @@ async def _decode(
     return completions, statistics
 
 
-def _print(outcome: Outcome) -> None:
+def _lines(outcome: Outcome) -> list[str]:
     name, comparison = outcome.name, outcome.comparison
     texts = f"{comparison.equal_sequences} of {comparison.sequences} texts are those of plain decoding"
     logits = f"{comparison.equal_logits} of {comparison.compared_logits} logits"
@@ -99,4 +103,6 @@ def _print(outcome: Outcome) -> None:
         lines.append(f"{name}: logits first differ at prompt {prompt}, output token {position}")
     if comparison.first_divergence is not None:
         lines.append(f"{name} first differs at {comparison.first_divergence}")
-    say("\n".join(lines))
+    if not outcome.statistics.drafted:
+        lines.append(f"{name}: nothing was drafted: this proves nothing")
+    return lines

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from scheduler.sampling import MAX_TOKEN_ID, Grammar, SamplingParameters
@@ -116,17 +116,40 @@ class Receipt:
         }
 
 
-def receipts_in(data: Any) -> list[tuple[Any, list[float]]]:
-    """A receipt itself, or those of the choices of an answer; each with the log probabilities of its choice, if any."""
-    if isinstance(data, dict) and "choices" in data:
-        choices = [choice for choice in data["choices"] if choice.get("receipt") is not None]
-        return [(choice["receipt"], _logprobs(choice.get("logprobs") or {})) for choice in choices]
-    return [(data, [])]
+@dataclass(frozen=True, slots=True)
+class FoundReceipt:
+    """A receipt as JSON, and the choice that it came with, if any: of the `whole` answer, or of an event of a stream.
+    `texts` are by the fields that have them."""
+
+    data: Any
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    logprobs: Sequence[float] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def receipts_in(data: Any) -> list[FoundReceipt]:
+    """A receipt itself, or those of the choices of an answer."""
+    if not isinstance(data, dict) or "choices" not in data:
+        return [FoundReceipt(data)]
+    # Events of a stream have no usage, but for one without choices.
+    whole = bool(data.get("usage"))
+    return [
+        FoundReceipt(choice["receipt"], choice, whole, _logprobs(choice.get("logprobs") or {}), _texts(choice))
+        for choice in data["choices"]
+        if choice.get("receipt") is not None
+    ]
 
 
 def _logprobs(found: Mapping[str, Any]) -> list[float]:
     """As completions and chats have them."""
     return found.get("token_logprobs") or [entry["logprob"] for entry in found.get("content") or ()]
+
+
+def _texts(choice: Mapping[str, Any]) -> dict[str, str]:
+    message = choice.get("message") or {}
+    named = {f"message.{name}": message.get(name) for name in ("content", "reasoning_content", "reasoning")}
+    return {name: text for name, text in {"text": choice.get("text"), **named}.items() if isinstance(text, str)}
 
 
 _PLACES = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.replay import KnownOutput, replay
@@ -266,12 +266,55 @@ def test_another_weight_is_another_target(served: Served, tmp_path: Path) -> Non
     assert found["reason"].startswith(f"fingerprint, in the receipt and of this target: weights {own} and ")
 
 
+def test_the_text_of_an_answer_is_that_of_its_tokens(served: Served, tmp_path: Path) -> None:
+    """In completions and chats, cut by a stop string, echoed, and in the last event of a stream; a changed letter is
+    named, and so is text that is missing."""
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    receipt = max(served.receipts(), key=lambda one: len(set(one.output)))
+    text, prompt = tokenizer.decode(receipt.output), tokenizer.decode(receipt.prompt)
+    place = next(at for at in range(5, len(text)) if text[at].isalpha())
+    changed = f"{text[:place]}{text[place].swapcase()}{text[place + 1 :]}"
+    stop = text[-4:-2]
+    cut = text[: text.index(stop)]
+
+    def chat(**message: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **message}, "finish_reason": "length"}
+
+    choices: list[tuple[dict[str, Any], bool, str]] = [
+        ({"text": text, "finish_reason": "length"}, True, ""),
+        ({"text": prompt + text, "finish_reason": "length"}, True, ""),
+        ({"text": cut, "finish_reason": "stop", "stop_reason": stop}, True, ""),
+        ({"text": text[-3:], "finish_reason": "length"}, False, ""),
+        (chat(content=text), True, ""),
+        (chat(content=text[9:].strip(), reasoning_content=text[:6].strip(), reasoning=text[:6].strip()), True, ""),
+        ({"text": text, "token_ids": list(receipt.output), "finish_reason": "length"}, True, ""),
+        ({"text": changed, "finish_reason": "length"}, True, f"text goes on with {changed[place : place + 24]!r} at"),
+        ({"text": prompt + changed, "finish_reason": "length"}, True, "text goes on"),
+        (
+            chat(content=changed),
+            True,
+            f"message.content goes on with {changed[place : place + 24]!r} at character {place}",
+        ),
+        (chat(content=text[:-1]), True, f"message.content goes on with nothing at character {len(text) - 1}"),
+        (chat(content=text[3:], reasoning=changed), True, "message.reasoning goes on"),
+        ({"text": changed, "finish_reason": "length"}, False, "text goes on"),
+        ({"text": text, "token_ids": [5, *receipt.output[1:]]}, True, "token_ids are not the output_token_ids"),
+    ]
+    answers = [
+        {"choices": [choice | {"receipt": receipt.to_json()}], "usage": {"total_tokens": 1} if whole else None}
+        for choice, whole, _ in choices
+    ]
+    ended = replayed(served.folder, tmp_path, *answers)
+    for found, (choice, _, reason) in zip(ended.summary["receipts"], choices, strict=True):
+        assert (found["equal"], (found["reason"] or "").startswith(reason)) == (not reason, True), (choice, found)
+
+
 def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: Path) -> None:
     one, two = (receipt.to_json() for receipt in served.receipts()[:2])
     answer = tmp_path / "answer.json"
     answer.write_text(json.dumps({"choices": [{"index": 0, "receipt": one}, {"index": 1, "receipt": two}]}, indent=1))
     ended = spool_here("replay", answer, "--target", served.folder)
-    assert (ended.code, "2 of 2 receipts are equal" in ended.err) == (0, True), ended.err
+    assert (ended.code, "2 of 2 receipts are equal" in ended.out) == (0, True), ended.err
     damaged = one | {"output_token_ids": [1, *one["output_token_ids"][1:]]}
     refused = {"refused": "the targets are not alike"}
     # An answer as servers write it: U+2028 stands in its text as it is, and ends no line of JSON.
@@ -279,8 +322,8 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
     (tmp_path / "two.jsonl").write_text(f"{served_line}\n{json.dumps(refused)}\n")
     ended = spool_here("replay", tmp_path / "two.jsonl", "--target", "nowhere")
     assert ended.code == 1
-    assert "two.jsonl, receipt 1: output_token_ids and digests.output do not fit each other" in ended.err
-    assert "two.jsonl, receipt 2: there is no receipt: the targets are not alike" in ended.err
+    assert "two.jsonl, receipt 1: output_token_ids and digests.output do not fit each other" in ended.out
+    assert "two.jsonl, receipt 2: there is no receipt: the targets are not alike" in ended.out
     for text, problem in (
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),

@@ -171,7 +171,21 @@ def test_verify_finds_speculation_exact(folder: Path, where: str) -> None:
         assert outcome["first_divergence"] is None
         # AUTO may find that drafts do not pay off within so few tokens.
         assert policy == "auto" or outcome["statistics"]["accepted"] > 0
-    assert "5 of 5" in ended.err
+    assert "exspec: 5 of 5 texts are those of plain decoding, 60 of 60 logits" in ended.err
+
+
+def test_verify_says_what_it_proves(folder: Path) -> None:
+    """By default with drafts. Where nothing was drafted, equal texts prove nothing."""
+    ended = run(folder, "verify")
+    assert ended.code == 0, ended.err
+    first, *_, last = ended.out.splitlines()
+    assert first.startswith("ragged: 5 of 5 texts are those of plain decoding, 60 of 60 logits, ")
+    assert (first.endswith(" of rows in equal-length groups"), last) == (True, "exact: yes")
+    ended = run(folder, "verify", "--max-tokens", "1")
+    assert ended.code == 1, ended.err
+    _, proof, last = ended.out.splitlines()
+    assert proof == "ragged: nothing was drafted: this proves nothing"
+    assert last == "exact: not shown, nothing was drafted"
 
 
 def at_work(

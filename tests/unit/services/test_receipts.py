@@ -156,8 +156,13 @@ def test_receipts_are_found_in_answers() -> None:
         {"index": 3, "receipt": {"version": 2}, "logprobs": {"content": [{"token": "a", "logprob": -0.5}]}},
     ]
     found = [({"version": 1}, []), ({"refused": "so"}, [-1.5, -2]), ({"version": 2}, [-0.5])]
-    assert receipts_in({"id": "chatcmpl-1", "choices": choices}) == found
-    assert receipts_in({"version": 1}) == [({"version": 1}, [])]
+    for usage in ({}, {"usage": None}, {"usage": {"prompt_tokens": 3}}):
+        answers = receipts_in({"id": "chatcmpl-1", "choices": choices, **usage})
+        assert [(answer.data, answer.logprobs) for answer in answers] == found
+        assert [answer.choice["index"] for answer in answers] == [0, 2, 3]
+        assert {answer.whole for answer in answers} == {bool(usage.get("usage"))}
+    [alone] = receipts_in({"version": 1})
+    assert (alone.data, alone.logprobs, alone.choice) == ({"version": 1}, (), {})
 
 
 def test_other_keys_are_refused() -> None:
