@@ -79,8 +79,9 @@ class SamplingParameters:
             self._refuse("top_p", "above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             self._refuse("min_p", "between 0 and 1")
-        if not 0 < self.repetition_penalty <= 100:
-            self._refuse("repetition_penalty", "above 0 and at most 100")
+        # Scores divided by less might be infinite.
+        if not 0.01 <= self.repetition_penalty <= 100:
+            self._refuse("repetition_penalty", "between 0.01 and 100")
         if not -2 <= self.presence_penalty <= 2:
             self._refuse("presence_penalty", "between -2 and 2")
         if not -2 <= self.frequency_penalty <= 2:

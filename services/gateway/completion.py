@@ -16,7 +16,7 @@ from opentelemetry.trace import Tracer
 
 from protos import worker_pb2
 from protos.scheduler_pb2 import ServedModel
-from scheduler.sampling import Grammar
+from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.gateway.answers.planning import answer_form, answer_structure
 from services.gateway.answers.reader import AnswerForm
@@ -29,6 +29,7 @@ from services.gateway.options import (
     GenerationOptions,
     Prompt,
     TextPrompt,
+    check_length,
     check_options,
     check_token_ids,
     sampling_parameters,
@@ -182,6 +183,16 @@ class Completion:
         self._ended({**attributes, "spool.finish_reasons": ends}, self._failure)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a request asks for, as far as the tokenizer and the chat's template tell."""
+
+    prompts: list[PreparedPrompt]
+    sampling: SamplingParameters
+    form: AnswerForm
+    structure: Structure | None
+
+
 class CompletionEngine:
     """Starts completions on a backend, within the limits of the settings. Serves any number of requests at once."""
 
@@ -244,19 +255,29 @@ class CompletionEngine:
         if not any(worker.role == worker_pb2.ROLE_TARGET for worker in workers):
             raise BackendUnavailableError("no target worker is up")
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, read_prompt: Callable[[], TextPrompt | ChatPrompt], add_special_tokens: bool) -> list[int]:
         """`add_special_tokens` is for texts; a chat's template writes its special tokens itself.
 
         Raises RequestError or ChatTemplateError.
         """
-        if isinstance(prompt, ChatPrompt):
-            return (await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings))[0]
-        return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
+
+        def tokens() -> list[int]:
+            prompt = read_prompt()
+            if isinstance(prompt, ChatPrompt):
+                return encode_chat(prompt, self.tokenizer, self.settings)[0]
+            return self.tokenizer.encode(prompt.text, add_special_tokens)
+
+        return await asyncio.to_thread(tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
         """`name` is the field that holds the tokens, for error messages. Raises RequestError."""
-        check_token_ids(name, tokens, info.vocabulary_size)
-        return await asyncio.to_thread(self.tokenizer.decode, tokens, False)
+
+        def decode() -> str:
+            check_length(name, tokens, info.max_sequence_length)
+            check_token_ids(name, tokens, info.vocabulary_size)
+            return self.tokenizer.decode(tokens, False)
+
+        return await asyncio.to_thread(decode)
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
@@ -290,19 +311,8 @@ class CompletionEngine:
     ) -> Completion:
         """`deadline` is a time of `time.perf_counter`."""
         name, info = await self.model(model_name)
-        limits = self.settings.limits
-        check_options(options, limits, info.vocabulary_size)
-        bad_words = await asyncio.to_thread(bad_word_tokens, options.bad_words, self.tokenizer)
-        sampling = sampling_parameters(options, self.settings.sampling, info.vocabulary_size, bad_words)
-        if len(prompts) * options.n > limits.sequences:
-            message = (
-                f"{len(prompts)} prompts with n of {options.n} make {len(prompts) * options.n} sequences, "
-                f"must be at most {limits.sequences}"
-            )
-            raise RequestError(ErrorKind.INVALID, message, param="n")
-        prepared = await prepare_prompts(prompts, self.tokenizer, info, self.settings, options)
-        form = answer_form(options, prepared[0].reasoning, self.tokenizer, self.settings.tool_format)
-        structure = answer_structure(options, form, self.tokenizer)
+        plan = await asyncio.to_thread(self._plan, prompts, options, info)
+        prepared, sampling, form, structure = plan.prompts, plan.sampling, plan.form, plan.structure
         if structure is not None:
             sampling = replace(sampling, grammar=await self._grammar(structure, options, info))
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
@@ -338,6 +348,22 @@ class CompletionEngine:
             completion.cancel()
             raise
         return completion
+
+    def _plan(self, prompts: Sequence[Prompt], options: GenerationOptions, info: ServedModel) -> _Plan:
+        """Not for the event loop: takes long for long prompts and large schemas. Raises as `start`."""
+        limits = self.settings.limits
+        check_options(options, limits, info.vocabulary_size)
+        bad_words = bad_word_tokens(options.bad_words, self.tokenizer)
+        sampling = sampling_parameters(options, self.settings.sampling, info.vocabulary_size, bad_words)
+        if len(prompts) * options.n > limits.sequences:
+            message = (
+                f"{len(prompts)} prompts with n of {options.n} make {len(prompts) * options.n} sequences, "
+                f"must be at most {limits.sequences}"
+            )
+            raise RequestError(ErrorKind.INVALID, message, param="n")
+        prepared = prepare_prompts(prompts, self.tokenizer, info, self.settings, options)
+        form = answer_form(options, prepared[0].reasoning, self.tokenizer, self.settings.tool_format)
+        return _Plan(prepared, sampling, form, answer_structure(options, form, self.tokenizer))
 
     async def _add_choice(
         self,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
-from scheduler.sampling import MAX_SEED, SamplingParameters
+from scheduler.sampling import MAX_SEED, MAX_TOKEN_ID, SamplingParameters
 from services.gateway.answers.tools import Tool, ToolUse, check_tools
 from services.gateway.errors import invalid
 from services.gateway.settings import Limits, SamplingDefaults
@@ -121,27 +121,45 @@ def options_given(values: Mapping[str, Any], **more: Any) -> GenerationOptions:
     return GenerationOptions(**given | {"sampling": sampling} | more)
 
 
+def check_counts(given: Mapping[str, Any], limits: Limits) -> None:
+    """Of the fields of a request, before anything looks at their entries. Raises RequestError."""
+    for name, most, what in (
+        ("stop", limits.stop_strings, "strings"),
+        ("bad_words", limits.bad_words, "strings"),
+        ("stop_token_ids", limits.stop_token_ids, "token ids"),
+        ("logit_bias", limits.logit_bias, "entries"),
+    ):
+        values = given.get(name, ())
+        if isinstance(values, Sized) and not isinstance(values, str) and len(values) > most:
+            raise invalid(f"{name} has {len(values)} {what}, must have at most {most}", name)
+
+
+def check_length(name: str, values: object, most: int) -> None:
+    """Of a list of a request, before anything looks at its entries; other values pass. Raises RequestError."""
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) > most:
+        raise invalid(f"{name} has {len(values)} entries, must have at most {most}", name)
+
+
 def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: int) -> None:
-    """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values."""
+    """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values, and
+    `check_counts` has checked the lengths of lists."""
     for name, value, minimum, maximum in (
         ("max_tokens", options.max_tokens, 0 if options.about_prompt else 1, limits.output_tokens),
         ("min_tokens", options.min_tokens, 0, None),
         ("n", options.n, 1, limits.sequences),
         ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
         ("prompt_logprobs", options.prompt_logprobs, 0, limits.top_logprobs),
-        ("draft_length", options.draft_length, 0, None),
+        ("draft_length", options.draft_length, 0, MAX_TOKEN_ID),
         ("seed", options.seed, _MIN_SEED, MAX_SEED),
         ("priority", options.priority, MIN_PRIORITY, MAX_PRIORITY),
     ):
         _check_range(options.names.get(name, name), value, minimum, maximum)
-    _check_texts("stop", options.stop, limits.stop_strings, limits.stop_string_characters)
-    _check_texts("bad_words", options.bad_words, limits.bad_words, limits.stop_string_characters)
-    _check_count("stop_token_ids", options.stop_token_ids, limits.stop_token_ids, "token ids")
+    for name in ("stop", "bad_words"):
+        _check_texts(name, getattr(options, name), limits.stop_string_characters)
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
     if options.tools is not None:
         check_tools(options.tools, limits.tools)
     logit_bias = options.sampling.get("logit_bias", {})
-    _check_count("logit_bias", logit_bias, limits.logit_bias, "entries")
     for token in logit_bias:
         if not 0 <= token < vocabulary_size:
             limit = f"between 0 and {vocabulary_size - 1}"
@@ -201,13 +219,7 @@ def _check_range(name: str, value: int | None, minimum: int, maximum: int | None
     raise invalid(f"{name} is {shown(value)}, must be {limit}", name)
 
 
-def _check_texts(name: str, texts: Sequence[str], maximum: int, characters: int) -> None:
-    _check_count(name, texts, maximum, "strings")
+def _check_texts(name: str, texts: Sequence[str], characters: int) -> None:
     for index, text in enumerate(texts):
         if not 1 <= len(text) <= characters:
             raise invalid(f"{name}[{index}] has {len(text)} characters, must have between 1 and {characters}", name)
-
-
-def _check_count(name: str, values: Sequence[object] | Mapping[Any, Any], maximum: int, what: str) -> None:
-    if len(values) > maximum:
-        raise invalid(f"{name} has {len(values)} {what}, must have at most {maximum}", name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protos.scheduler_pb2 import ServedModel
@@ -39,40 +38,60 @@ class PreparedPrompt:
     begun: int = 0
 
 
-async def prepare_prompts(
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """For a prompt and `max_tokens` of output."""
+
+    name: str
+    max_tokens: int
+    limit: int
+
+    def check(self, tokens: int, how_many: str = "") -> None:
+        """Raises RequestError."""
+        if (total := tokens + self.max_tokens) > self.limit:
+            text = f"{how_many}{tokens} tokens, which with max_tokens of {self.max_tokens} makes {total}"
+            message = f"{self.name} has {text}; the model's limit is {self.limit}"
+            raise invalid(message, self.name.split("[")[0], "context_length_exceeded")
+
+
+def prepare_prompts(
     prompts: Sequence[Prompt],
     tokenizer: ModelTokenizer,
     model: ServedModel,
     settings: GatewaySettings,
     options: GenerationOptions,
 ) -> list[PreparedPrompt]:
-    """Raises RequestError, or ChatTemplateError for messages that the model's template does not accept."""
+    """Takes long for a long text. Raises RequestError, or ChatTemplateError for messages that the model's template does
+    not accept."""
     max_tokens, limit = 1 if options.max_tokens is None else options.max_tokens, model.max_sequence_length
     if not prompts:
         raise invalid("prompt is empty, must hold at least 1 prompt", "prompt")
     prepared = []
     for index, prompt in enumerate(prompts):
         name = "messages" if isinstance(prompt, ChatPrompt) else "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        room = _Room(name, max_tokens, limit)
         if isinstance(prompt, TokenPrompt):
+            room.check(len(prompt.tokens))
             check_token_ids(name, prompt.tokens, model.vocabulary_size)
-        # A long text takes long to encode, and other streams must go on meanwhile.
-        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, options)
+        one = _prepare(prompt, tokenizer, settings, options, room)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
+        room.check(len(one.tokens))
         if max(one.tokens) >= model.vocabulary_size:
             token = next(token for token in one.tokens if token >= model.vocabulary_size)
             text = f"{shown(tokenizer.token_text(token))}, which is token {token}"
             message = f"{name} holds {text}: the model's weights end with token {model.vocabulary_size - 1}"
             raise invalid(message, name.split("[")[0])
-        if (total := len(one.tokens) + max_tokens) > limit:
-            text = f"{len(one.tokens)} tokens, which with max_tokens of {max_tokens} makes {total}"
-            message = f"{name} has {text}; the model's limit is {limit}"
-            raise invalid(message, name.split("[")[0], "context_length_exceeded")
         prepared.append(one)
     return prepared
 
 
-def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: GatewaySettings) -> tuple[list[int], str]:
+def encode_chat(
+    prompt: ChatPrompt,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings,
+    check_length: Callable[[str], None] = lambda text: None,
+) -> tuple[list[int], str]:
     """The tokens and the text. Raises RequestError or ChatTemplateError."""
     most = settings.limits.messages
     if not 1 <= len(prompt.messages) <= most:
@@ -89,7 +108,7 @@ def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: Gateway
     options["strftime_now"] = settings.strftime_now
     options["control_tokens"] = settings.control_tokens_in_messages
     try:
-        return tokenizer.prepare_chat(prompt.messages, **options)
+        return tokenizer.prepare_chat(prompt.messages, check_length=check_length, **options)
     except ChatTemplateError as error:
         counts = [len(message.get("tool_calls") or ()) for message in prompt.messages]
         if max(counts) < 2 or tokenizer.chat_template(bool(prompt.tools)).takes_several_calls:
@@ -114,10 +133,15 @@ def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tu
 
 
 def _prepare(
-    prompt: Prompt, tokenizer: ModelTokenizer, settings: GatewaySettings, options: GenerationOptions
+    prompt: Prompt, tokenizer: ModelTokenizer, settings: GatewaySettings, options: GenerationOptions, room: _Room
 ) -> PreparedPrompt:
+    def check_length(text: str) -> None:
+        """Encoding takes long."""
+        room.check(tokenizer.least_tokens(len(text)), "at least ")
+
     match prompt:
         case TextPrompt():
+            check_length(prompt.text)
             if not options.echo:
                 return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), None)
             encoded, starts = tokenizer.encode_with_offsets(prompt.text)
@@ -134,7 +158,7 @@ def _prepare(
                 end += len(decoder.push((token,)))
             return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets), begun=begun)
         case ChatPrompt():
-            tokens, text = encode_chat(prompt, tokenizer, settings)
+            tokens, rendered = encode_chat(prompt, tokenizer, settings, check_length)
             continued = bool(prompt.template_options.get("continue_final_message"))
             written = prompt.messages[-1]["content"] if continued else ""
-            return PreparedPrompt(tuple(tokens), None, reasoning_after(text, written))
+            return PreparedPrompt(tuple(tokens), None, reasoning_after(rendered, written))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from scheduler.messages import MAX_PRIORITY, RefusalCause
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.gateway.api_keys import cache_scope
+from services.gateway.bounded_json import read_json
 from services.gateway.completion import CompletionEngine
 from services.gateway.errors import invalid
 from services.observability.request_ids import current_account, current_request_id
@@ -30,11 +30,7 @@ async def replay(text: str, engine: CompletionEngine) -> str | None:
         raise invalid("this server signs no receipts (gateway.receipt_key_file), and takes none", "receipt")
     _, info = await engine.model(None)
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"the receipt is no JSON: {error}"
-    try:
-        receipt = Receipt.from_json(data, engine.receipt_key.public)
+        receipt = await asyncio.to_thread(_read, text, engine.receipt_key.public)
         if unlike := differences(receipt.fingerprint, info.fingerprint):
             return f"fingerprint, in the receipt and of the targets: {'; '.join(unlike)}"
         return await _compared(receipt, await _submitted(receipt, engine))
@@ -42,6 +38,15 @@ async def replay(text: str, engine: CompletionEngine) -> str | None:
         return str(error)
     except (AdmissionRefusedError, SequenceFailedError) as error:
         return f"it cannot be computed: {error}"
+
+
+def _read(text: str, public_key: str) -> Receipt:
+    """Raises ReceiptError."""
+    try:
+        data = read_json(text)
+    except ValueError as error:
+        raise ReceiptError(f"the receipt is no JSON: {error}") from error
+    return Receipt.from_json(data, public_key)
 
 
 async def _submitted(receipt: Receipt, engine: CompletionEngine) -> RemoteStream:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.answers.schema_form import referenced, subschemas
+from services.gateway.answers.schema_form import own_fault, referenced, subschemas
 from services.gateway.structure import JSON_OPTIONS
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ def _parsed(text: str) -> Any:
 def _check(schema: Any) -> None:
     parts = _reached(schema)
     nodes = [(place, node) for place, node in parts.values() if isinstance(node, Mapping)]
+    for place, node in nodes:
+        if (fault := own_fault(place, node)) is not None:
+            raise ValueError(fault)
     _check_numbers(nodes)
     _check_texts(nodes)
     _check_names(nodes)

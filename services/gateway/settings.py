@@ -60,7 +60,7 @@ class SamplingDefaults(_Frozen):
     """Keeps this many likeliest tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Keeps tokens at least this likely, as a fraction of the likeliest one's probability; 0 keeps all."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     """Above 1 makes tokens of the prompt and the output less likely."""
 
 
@@ -107,6 +107,8 @@ class Limits(_Frozen):
     """Bad words."""
     messages: Annotated[int, Field(ge=1)] = 4096
     """Messages of a conversation."""
+    message_parts: Annotated[int, Field(ge=1)] = 1024
+    """Parts of a message's content, and calls of functions in it."""
     tools: Annotated[int, Field(ge=0)] = 128
     """Functions that a request defines."""
     timeout_seconds: Seconds = 3600.0

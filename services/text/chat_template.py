@@ -7,6 +7,7 @@ takes a gateway a second at its start; this module takes 0.05 s. A test compares
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -72,6 +73,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -186,9 +188,12 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-    for number, arguments in enumerate(unparsed):
-        text = text.replace(json.dumps(_MARK.format(number), ensure_ascii=ensure_ascii), arguments)
-    return text
+    if not unparsed:
+        return text
+    before, after = (re.escape(part) for part in json.dumps(_MARK, ensure_ascii=ensure_ascii).split("{}"))
+    # A text may look like a mark.
+    numbers = {str(number): arguments for number, arguments in enumerate(unparsed)}
+    return re.sub(f"{before}([0-9]+){after}", lambda found: numbers.get(found[1], found[0]), text)
 
 
 def _marked(value: Any, unparsed: list[str]) -> Any:

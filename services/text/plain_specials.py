@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import tokenizers
 
 # Digits pass through all filters of templates unchanged; nobody can guess these.
 _MARK, _NAME = (f"{secrets.randbelow(10**24):024}" for _ in range(2))
+_WINDOW = 1 << 14
 
 
 class PlainSpecials:
@@ -22,6 +23,7 @@ class PlainSpecials:
         self._tokenizer = tokenizer
         self._texts = sorted((text for text in special_texts if len(text) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        self._longest = max(map(len, self._texts), default=0)
         # Two texts side by side, or one beside the template's, could make up a special token as well.
         cuts = [(text[:cut], text[cut:]) for text in self._texts for cut in range(1, len(text))]
         self._heads = tuple({head for head, _ in cuts})
@@ -41,14 +43,33 @@ class PlainSpecials:
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text with marks."""
         plain = self.unmarked(text)
-        if len(self._special.findall(text)) == len(self._special.findall(plain)):
-            return list(self._tokenizer.encode(plain, add_special_tokens=False).ids)
-        renamed = self.unmarked(self._special.sub(lambda found: _other_name(found[0]), text))
-        return list(self._renaming.encode(renamed, add_special_tokens=False).ids)
+        tokenizer = self._tokenizer
+        if sum(1 for _ in self._found(text)) != sum(1 for _ in self._found(plain)):
+            tokenizer, plain = self._renaming, self.unmarked(self._replaced(text, _other_name))
+        # The method for several texts frees the interpreter's lock.
+        return list(tokenizer.encode_batch_fast([plain], add_special_tokens=False)[0].ids)
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        """As `finditer`, but no search holds the interpreter's lock for longer than `_WINDOW` characters take."""
+        place = 0
+        while place < len(text):
+            end = place + _WINDOW
+            found = self._special.search(text, place, end + self._longest)
+            if found is not None and found.start() < end:
+                yield found
+                end = found.end()
+            place = end
+
+    def _replaced(self, text: str, new: Callable[[str], str]) -> str:
+        parts, place = [], 0
+        for found in self._found(text):
+            parts += [text[place : found.start()], new(found[0])]
+            place = found.end()
+        return "".join((*parts, text[place:]))
 
     def _marked_text(self, text: str) -> str:
-        while self._special.search(text):
-            text = self._special.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", text)
+        while any(self._found(text)):
+            text = self._replaced(text, lambda special: f"{special[0]}{_MARK}{special[1:]}")
         bare = text.strip()
         if bare.startswith(self._tails):
             text = text.replace(bare, _MARK + bare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from engine.models.vocabulary import (
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.plain_specials import PlainSpecials
+from services.text.token_lengths import most_characters_per_token
 
 # Of several named templates, the others are for special uses.
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
@@ -57,6 +58,7 @@ class ModelTokenizer:
         self._chat_templates: dict[str, ChatTemplate] = {}
         self._showing: dict[frozenset[str], tokenizers.Tokenizer] = {}
         self._plain = PlainSpecials(self._tokenizer, self.special_texts)
+        self._characters_per_token = most_characters_per_token(self._tokenizer, table)
 
     @property
     def reads_clock(self) -> bool:
@@ -65,13 +67,15 @@ class ModelTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` adds the tokens that the model expects around a text, such as one for its beginning."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's methods, only those for several texts free the interpreter's lock.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         """As `encode`, and where in the text each token begins; a token that was added begins where the next one
         does."""
-        encoding = self._tokenizer.encode(text)
+        [encoding] = self._tokenizer.encode_batch([text])
         starts: list[int] = []
         next_start = len(text)
         for (start, _), special in zip(reversed(encoding.offsets), reversed(encoding.special_tokens_mask), strict=True):
@@ -79,8 +83,12 @@ class ModelTokenizer:
             starts.append(next_start)
         return encoding.ids, starts[::-1]
 
+    def least_tokens(self, characters: int) -> int:
+        """How many tokens a text of so many characters has for certain; 0 where no number is certain."""
+        return -(-characters // self._characters_per_token) if self._characters_per_token else 0
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        text: str = self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def decoder(
@@ -105,20 +113,27 @@ class ModelTokenizer:
             self._chat_templates[name] = ChatTemplate(self._chat_sources[name], self.special_tokens)
         return self._chat_templates[name]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The text of a conversation; options as in ChatTemplate.render. Raises ChatTemplateError."""
         return self.chat_template(bool(options.get("tools"))).render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """The prompt of a conversation; options as in `prepare_chat`."""
         return self.prepare_chat(messages, **options)[0]
 
     def prepare_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, control_tokens: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        control_tokens: bool = False,
+        check_length: Callable[[str], None] = lambda text: None,
+        **options: Any,
     ) -> tuple[list[int], str]:
         """The prompt of a conversation, and its text: the template writes the special tokens itself.
 
         Unless `control_tokens`, the text of a special token in a message or a tool is text and not that token.
+        `check_length` sees the text before it is encoded.
         """
         given, tools = list(messages), options.get("tools")
         if not control_tokens:
@@ -129,9 +144,12 @@ class ModelTokenizer:
             tools = self._plain.marked(tools)
         if given == list(messages) and tools == options.get("tools"):
             text = self.render_chat(messages, **options)
+            check_length(text)
             return self.encode(text, add_special_tokens=False), text
-        text = self.render_chat(given, **{**options, "tools": tools})
-        return self._plain.encode(text), self._plain.unmarked(text)
+        marked = self.render_chat(given, **{**options, "tools": tools})
+        text = self._plain.unmarked(marked)
+        check_length(text)
+        return self._plain.encode(marked), text
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)

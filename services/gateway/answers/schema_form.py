@@ -22,7 +22,7 @@ def schema_fault(schema: Any) -> str | None:
             continue
         if not isinstance(part, Mapping):
             return f"{place or 'it'} is {_shown(part)}, must be an object"
-        fault = _own_fault(f"{place}." if place else "", part)
+        fault = own_fault(place, part)
         if fault is not None:
             return fault
     return None
@@ -94,7 +94,9 @@ def type_of(value: Any) -> str:
     return _TYPES_OF_VALUES.get(type(value), "null")
 
 
-def _own_fault(here: str, schema: Mapping[str, Any]) -> str | None:
+def own_fault(place: str, schema: Mapping[str, Any]) -> str | None:
+    """As `schema_fault`, of a schema at this place in another one, without the schemas within it."""
+    here = f"{place}." if place else ""
     types = schema.get("type", [])
     for kind in types if isinstance(types, list) else [types]:
         if kind not in _TYPES:

@@ -17,8 +17,11 @@ from services.gateway.options import (
     TextPrompt,
     TokenPrompt,
     chat_message,
+    check_counts,
+    check_length,
     options_given,
 )
+from services.gateway.settings import Limits
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
@@ -30,9 +33,12 @@ _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
 }
 
 
-def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
+def options_from_message(
+    request: pb.GenerateRequest, timeout_seconds: float | None, limits: Limits
+) -> GenerationOptions:
     """Raises RequestError."""
     given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+    check_counts(given, limits)
     given |= {"logit_bias": dict(request.logit_bias)}
     structured = given.get("structured_outputs")
     structure = None if structured is None else _structure(structured)
@@ -56,7 +62,7 @@ def _structure(asked: pb.StructuredOutputs) -> Structure:
     raise invalid(f"{param} is empty, must have json_object (true), json_schema, regex, choice or grammar", param)
 
 
-def prompt_from_message(request: pb.GenerateRequest) -> Prompt:
+def prompt_from_message(request: pb.GenerateRequest, limits: Limits) -> Prompt:
     """Raises RequestError."""
     match request.WhichOneof("prompt"):
         case "text":
@@ -64,21 +70,22 @@ def prompt_from_message(request: pb.GenerateRequest) -> Prompt:
         case "tokens":
             return TokenPrompt(tuple(request.tokens.token_ids))
         case "chat":
-            return _chat(request.chat)
+            return _chat(request.chat, limits)
     raise invalid("prompt is missing, must be text, tokens or chat", "prompt")
 
 
-def text_from_message(request: pb.TokenizeRequest) -> TextPrompt | ChatPrompt:
+def text_from_message(request: pb.TokenizeRequest, limits: Limits) -> TextPrompt | ChatPrompt:
     """Raises RequestError."""
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text)
         case "chat":
-            return _chat(request.chat)
+            return _chat(request.chat, limits)
     raise invalid("prompt is missing, must be text or chat", "prompt")
 
 
-def _chat(chat: pb.Chat) -> ChatPrompt:
+def _chat(chat: pb.Chat, limits: Limits) -> ChatPrompt:
+    check_length("messages", chat.messages, limits.messages)
     messages = tuple(chat_message(message.role, message.content) for message in chat.messages)
     begin = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return ChatPrompt(messages, {"add_generation_prompt": begin})

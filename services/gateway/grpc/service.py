@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import grpc.aio
 
+from services.gateway.choice import Piece
 from services.gateway.completion import Completion, CompletionEngine
 from services.gateway.errors import ErrorKind, RequestError, request_error
 from services.gateway.grpc.call_start import begin_call
@@ -92,7 +93,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             size = 0
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    part, whole = self._choices.of(piece, completion), choices[piece.index]
+                    part, whole = await self._part(piece, completion), choices[piece.index]
                     size += part.ByteSize()
                     _check_size(size, limit)
                     text = whole.text + part.text
@@ -115,7 +116,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             id_, model = completion.request_id, completion.model
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    part = self._choices.of(piece, completion)
+                    part = await self._part(piece, completion)
                     _check_size(part.ByteSize(), limit)
                     known = completion.fingerprint
                     message = pb.GenerateStreamResponse(id=id_, model=model, choice=part, system_fingerprint=known)
@@ -130,7 +131,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.TokenizeResponse:
         _, info = await self.engine.model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokens = await self.engine.tokenize(text_from_message(request), special)
+        limits = self.engine.settings.limits
+        tokens = await self.engine.tokenize(lambda: text_from_message(request, limits), special)
         return pb.TokenizeResponse(token_ids=tokens, max_sequence_length=info.max_sequence_length)
 
     @_answered
@@ -174,11 +176,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
+    async def _part(self, piece: Piece, completion: Completion) -> pb.GeneratedChoice:
+        if piece.prompt_logprobs or piece.finish_reason is not None:
+            # Those of a whole prompt may be very many, and a receipt has all tokens.
+            return await asyncio.to_thread(self._choices.of, piece, completion)
+        return self._choices.of(piece, completion)
+
     async def _start(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> Completion:
         left = context.time_remaining()
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
-        options = options_from_message(request, timeout)
-        return await self.engine.start(request.model, [prompt_from_message(request)], options)
+        limits = self.engine.settings.limits
+        options = await asyncio.to_thread(options_from_message, request, timeout, limits)
+        prompt = await asyncio.to_thread(prompt_from_message, request, limits)
+        return await self.engine.start(request.model, [prompt], options)
 
 
 def _message_limit(context: grpc.aio.ServicerContext) -> int:

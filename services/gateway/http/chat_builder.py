@@ -67,8 +67,8 @@ class ChatBuilder:
         self._id = f"chatcmpl-{completion.request_id}"
         self._readers = [_ChoiceReader(completion.form, asked.include_reasoning) for _ in completion.choices]
 
-    async def whole(self) -> ChatCompletion:
-        pieces = await self._completion.whole()
+    def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
+        """Of all choices, each in one piece."""
         choices = [self._choice(piece) for piece in pieces]
         completion = ChatCompletion(
             id=self._id,

@@ -70,8 +70,9 @@ class CompletionBuilder:
         self._unshown = {choice.index for choice in completion.choices}
         self._id = f"cmpl-{completion.request_id}"
 
-    async def whole(self) -> CompletionShape:
-        shape = self._chunk(*[self._choice(piece) for piece in await self._completion.whole()])
+    def whole(self, pieces: Sequence[Piece]) -> CompletionShape:
+        """Of all choices, each in one piece."""
+        shape = self._chunk(*[self._choice(piece) for piece in pieces])
         shape.usage = usage_shape(self._completion.usage())
         return shape
 

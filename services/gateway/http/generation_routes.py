@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Annotated, Any
@@ -9,8 +10,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header
 from starlette.responses import Response
 
+from services.gateway.choice import Piece
 from services.gateway.completion import Completion, CompletionEngine
 from services.gateway.errors import request_error
+from services.gateway.http.body_parsing import parsing_route
 from services.gateway.http.chat_builder import ChatBuilder
 from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
 from services.gateway.http.event_stream import event_stream
@@ -43,23 +46,25 @@ RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 
 def generation_router(engine: CompletionEngine) -> APIRouter:
-    router = APIRouter(responses=ERRORS)
+    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine.settings.limits))
     numbers = TokenNumbers(engine.tokenizer)
 
     async def respond(
         scope: ExitStack,
         body: ChatBody | CompletionBody,
-        prompts: Sequence[Prompt],
+        read_prompts: Callable[[], Sequence[Prompt]],
         time_limit: float | None,
         build: Callable[[Completion, TokenStrings], ChatBuilder | CompletionBuilder],
     ) -> Response:
-        completion = scope.enter_context(await engine.start(body.model, prompts, body.options(time_limit)))
+        # Long conversations, and answers with many log probabilities, take long to change from one form to another.
+        prompts, options = await asyncio.to_thread(lambda: (read_prompts(), body.options(time_limit)))
+        completion = scope.enter_context(await engine.start(body.model, prompts, options))
         builder = build(completion, numbers if body.return_tokens_as_token_ids else engine.strings)
         headers = {SEED_HEADER: str(completion.seed)}
         if body.stream:
             events = _events(builder, completion, body.usage_events, engine)
             return event_stream(events, engine.settings.ping_seconds, headers)
-        text = (await builder.whole()).model_dump_json(exclude_unset=True)
+        text = await asyncio.to_thread(_whole_text, builder, await completion.whole())
         return Response(text, headers=headers, media_type="application/json")
 
     @router.post(
@@ -67,16 +72,32 @@ def generation_router(engine: CompletionEngine) -> APIRouter:
     )
     async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         return await respond(
-            scope, body, [body.prompt()], time_limit, lambda completion, names: ChatBuilder(completion, names, body)
+            scope,
+            body,
+            lambda: [body.prompt()],
+            time_limit,
+            lambda completion, names: ChatBuilder(completion, names, body),
         )
 
     @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
     async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         return await respond(
-            scope, body, body.prompt, time_limit, lambda completion, names: CompletionBuilder(completion, names, body)
+            scope,
+            body,
+            lambda: body.prompt,
+            time_limit,
+            lambda completion, names: CompletionBuilder(completion, names, body),
         )
 
     return router
+
+
+def _whole_text(builder: ChatBuilder | CompletionBuilder, pieces: Sequence[Piece]) -> str:
+    """The response, of which each choice is written by itself: no other thread runs while pydantic writes."""
+    shape = builder.whole(pieces)
+    choices = ",".join(choice.model_dump_json(exclude_unset=True) for choice in shape.choices)
+    shape.choices = []
+    return shape.model_dump_json(exclude_unset=True).replace('"choices":[]', f'"choices":[{choices}]', 1)
 
 
 def _streamed(kind: str) -> dict[str, Any]:

@@ -55,8 +55,6 @@ _OF_STATUS = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD}
 _SHOWN_FAULTS = 3
 # Parts of pydantic's and FastAPI's locations that clients do not know.
 _NOT_FIELDS = ("body", "header", "path", "query", "[key]")
-# FastAPI only says that such bodies cannot be read.
-_UNREADABLE = "the body cannot be read as JSON in UTF-8: broken text, a number of thousands of digits, or deep nesting"
 
 
 def error_body(error: RequestError) -> str:
@@ -90,9 +88,6 @@ def validation_error(faults: Sequence[Any]) -> RequestError:
 def _fault(fault: Any) -> tuple[str | None, str]:
     place = [_printable(str(part)) for part in fault["loc"] if part not in _NOT_FIELDS]
     kind, message = fault["type"], _printable(str(fault["msg"]))
-    if kind == "json_invalid":
-        wrong = _printable(str(fault["ctx"]["error"])).removesuffix(" at")
-        return None, f"the body is not JSON: {wrong} at character {place[0]}"
     within = _printable(fault.get("ctx", {}).get("param") or "")
     param = ".".join([*place, *([within] if within else [])]) or None
     if kind == "unknown_field":
@@ -135,7 +130,7 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     async def http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = _OF_STATUS.get(status, ErrorKind.INVALID if status < 500 else ErrorKind.FAILED)
-        detail = _UNREADABLE if status == 400 else str(getattr(error, "detail", ""))
+        detail = str(getattr(error, "detail", ""))
         if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
             detail = f"{HTTPStatus(status).phrase}: {_printable(f'{request.method} {request.url.path}')}"
             if request.url.path in _INSTEAD:

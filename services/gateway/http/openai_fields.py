@@ -15,7 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
 
-_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_TEMPLATE_NAMES = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("control_tokens", "strftime_now"),
+}
 
 # Whether a token is in the vocabulary is checked where the vocabulary is known.
 _TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
@@ -35,13 +38,15 @@ class Body(BaseModel):
     def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        given = {name: value for name, value in body.items() if value is not None or name in required}
-        unknown = next((name for name in given if name not in names), None)
-        if unknown is not None and unknown.isprintable():
-            raise PydanticCustomError("unknown_field", "is not a known field", {"param": unknown, "known": names})
-        return given
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        given = {name: body[name] for name in fields if name in body}
+        given = {name: value for name, value in given.items() if value is not None or fields[name].is_required()}
+        unknown = next((name for name, value in body.items() if value is not None and name not in fields), None)
+        if unknown is None:
+            return given
+        if unknown.isprintable():
+            raise PydanticCustomError("unknown_field", "is not a known field", {"param": unknown, "known": [*fields]})
+        return {**given, unknown: body[unknown]}
 
 
 class TextPart(BaseModel):
@@ -89,8 +94,10 @@ def _token_prompt(value: list[Any]) -> TokenPrompt:
 
 def check_text(value: str) -> str:
     """Raises an error for a validator to raise unless the text is one of whole characters."""
-    if not value.isascii() and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
-        raise wrong("holds half a surrogate pair, which is no character")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise wrong("holds half a surrogate pair, which is no character") from error
     return value
 
 
@@ -191,10 +198,11 @@ WholeNumber = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)
 CountOfTokens = Annotated[int, Field(ge=0), BeforeValidator(_whole, json_schema_input_type=Annotated[int, Field(ge=0)])]
 JsonSchemaObject = Annotated[str, BeforeValidator(_json_text, json_schema_input_type=dict[str, Any])]
 JsonSchemaText = Annotated[str, BeforeValidator(_json_text_given, json_schema_input_type=dict[str, Any] | str)]
-TokenIds = list[_TokenId]
+PlainTexts = Annotated[list[PlainText], Field(fail_fast=True)]
+TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]
 OptionalTokenIds = Annotated[TokenIds, _none_is([], TokenIds)]
-OptionalTexts = Annotated[list[PlainText], _none_is([], list[PlainText])]
-Stop = Annotated[list[PlainText], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)]
+OptionalTexts = Annotated[PlainTexts, _none_is([], PlainTexts)]
+Stop = Annotated[PlainTexts, BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id_key)], _Bias], _none_is({}, dict[str, _Bias])]
 TemplateOptions = Annotated[
     dict[str, Any], BeforeValidator(_template_options, json_schema_input_type=dict[str, _Plain] | None)

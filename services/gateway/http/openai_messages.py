@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from services.gateway.answers.tools import Tool, ToolUse
+from services.gateway.bounded_json import read_json
 from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_text, wrong
 from services.gateway.options import ChatRole, chat_message, shown
 from services.text.chat_template import UnparsedArguments
@@ -30,10 +30,10 @@ def _arguments(value: object) -> dict[str, Any] | UnparsedArguments:
     if not isinstance(value, str):
         raise wrong(f"is {shown(value)}, must be a text")
     try:
-        arguments = json.loads(value) if value.strip() else {}
+        arguments = read_json(value) if value.strip() else {}
         if isinstance(arguments, dict):
             return _parameters(arguments)
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     return UnparsedArguments(check_text(value))
 
@@ -138,7 +138,7 @@ class Message(Body):
     name: PlainText | None = None
     tool_call_id: PlainText | None = None
     """Of a message with the role `tool`: the id of the call whose result it is."""
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     """Calls that the assistant has made."""
     reasoning_content: PlainText | None = None
     """The assistant's reasoning, for templates that use it."""
@@ -175,6 +175,10 @@ class Message(Body):
         }
         given = {key: value for key, value in more.items() if value is not None}
         return chat_message(self.role, self.content or self.refusal or "", **given)
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+ToolDefinitions = Annotated[list[ToolDefinition], Field(fail_fast=True)]
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

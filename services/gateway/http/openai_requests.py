@@ -27,7 +27,7 @@ from services.gateway.http.openai_fields import (
     WholeNumber,
     wrong,
 )
-from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
+from services.gateway.http.openai_messages import Message, Messages, ToolChoice, ToolDefinitions, for_template, tool_use
 from services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
 from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, options_given, shown
 from services.gateway.structure import Structure
@@ -170,7 +170,7 @@ class _Generation(Body):
     frequency_penalty: float | None = None
     """Between -2 and 2."""
     repetition_penalty: float | None = None
-    """Above 0 and at most 100."""
+    """Between 0.01 and 100."""
     logit_bias: LogitBias = Field(default={})
     """Added to the logits of token ids, each between -100 and 100."""
     bad_words: OptionalTexts = Field(default=[])
@@ -266,7 +266,7 @@ class _TemplateSettings(Body):
     continue_final_message: bool = False
     """The model goes on with the last message, in place of a new one."""
 
-    tools: list[ToolDefinition] | None = None
+    tools: ToolDefinitions | None = None
     """Functions that the model may call."""
 
     @model_validator(mode="after")
@@ -291,7 +291,7 @@ class _TemplateSettings(Body):
 class ChatBody(_TemplateSettings, _Generation):
     """/v1/chat/completions"""
 
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: WholeNumber | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
@@ -347,7 +347,7 @@ class TokenizeBody(_TemplateSettings):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     """Adds the tokens that the model expects around a text; templates add theirs themselves."""
     return_token_strs: bool = False

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from services.gateway.http.openai_fields import Body, JsonSchemaObject, JsonSchemaText, PlainText, wrong
+from services.gateway.http.openai_fields import Body, JsonSchemaObject, JsonSchemaText, PlainText, PlainTexts, wrong
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 
 
@@ -50,7 +50,7 @@ class StructuredOutputs(Body):
     """Any JSON object."""
     regex: PlainText | None = None
     """Of the whole output."""
-    choice: Annotated[list[PlainText], Field(min_length=1)] | None = None
+    choice: Annotated[PlainTexts, Field(min_length=1)] | None = None
     """The output is one of them."""
     grammar: PlainText | None = None
     """In Lark's form or in GBNF."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from protos.scheduler_pb2 import ServedModel, StatusReply
 from protos.worker_pb2 import ROLE_TARGET
 from services.backend.interface import BackendUnavailableError
 from services.gateway.completion import CompletionEngine
+from services.gateway.http.body_parsing import parsing_route
 from services.gateway.http.generation_routes import ERRORS
 from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
 from services.gateway.http.openai_responses import (
@@ -39,7 +41,7 @@ _REPLACEMENT_SECONDS = 30.0
 
 def service_router(engine: CompletionEngine) -> APIRouter:
     """Routes that need an API key, if keys are set."""
-    router = APIRouter(responses=ERRORS)
+    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine.settings.limits))
     started = int(time.time())
 
     def model_shape(name: str, info: ServedModel) -> ModelShape:
@@ -66,14 +68,19 @@ def service_router(engine: CompletionEngine) -> APIRouter:
     async def model(model: str) -> ModelShape:
         return model_shape(*await engine.model(model))
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeBody) -> Response:
         _, info = await engine.model(body.model)
-        tokens = await engine.tokenize(body.prompt_given(), body.add_special_tokens)
-        words = [engine.strings.of(token).text for token in tokens] if body.return_token_strs else None
-        return TokenizeResponse(
-            count=len(tokens), max_model_len=info.max_sequence_length, tokens=tokens, token_strs=words
-        )
+        tokens = await engine.tokenize(body.prompt_given, body.add_special_tokens)
+
+        def text() -> str:
+            words = [engine.strings.of(token).text for token in tokens] if body.return_token_strs else None
+            limit = info.max_sequence_length
+            return TokenizeResponse(
+                count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=words
+            ).model_dump_json()
+
+        return Response(await asyncio.to_thread(text), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:

@@ -57,7 +57,7 @@ def test_names_of_classes_are_there_and_differ() -> None:
         ("top_k", (0, LAST_TOKEN), (-1, LAST_TOKEN + 1)),
         ("top_p", (1e-9, 1), (0, 1.001)),
         ("min_p", (0, 1), (-0.001, 1.001)),
-        ("repetition_penalty", (1e-9, 100), (0, 100.001)),
+        ("repetition_penalty", (0.01, 100), (0, 1e-300, 0.0099, 100.001)),
         ("presence_penalty", (-2, 2), (-2.001, 2.001)),
         ("frequency_penalty", (-2, 2), (-2.001, 2.001)),
         ("seed", (0, 18_446_744_073_709_551_615), (-1, 18_446_744_073_709_551_616)),
