@@ -43,6 +43,8 @@ class EngineSettings:
     So many ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
     `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
     (engine/models/drafting_head.py). `inside_draft`: of a draft that runs in the target's process.
+    `ignore_tensors`: names or patterns, as in a shell, of tensors of the models' files, and of keys of GGUF files, that
+    may be left out although nothing says that they change no token.
     """
 
     model: str
@@ -67,6 +69,7 @@ class EngineSettings:
     draft_head: str | None = None
     target: str | None = None
     inside_draft: EngineSettings | None = None
+    ignore_tensors: tuple[str, ...] = ()
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> Self:
@@ -81,7 +84,8 @@ class EngineSettings:
         peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
         inside = settings.get("inside_draft")
         inside = None if inside is None else cls.from_plain(inside)
-        return cls(**{**settings, "gpu_peers": peers, "inside_draft": inside})
+        ignored = tuple(settings.get("ignore_tensors", ()))
+        return cls(**{**settings, "gpu_peers": peers, "inside_draft": inside, "ignore_tensors": ignored})
 
     @property
     def quantized_kv(self) -> bool:

@@ -30,8 +30,11 @@ _KEYS_HELP = (
     "auth.api_keys_env and auth.api_keys_file keep keys from them."
 )
 
+# Of `models`: one names what is served, the other is a list of patterns.
+_ONLY_IN_FILES = ("served_model_name", "ignore_tensors")
+
 DECODING: Paths = {
-    **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name != "served_model_name"},
+    **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name not in _ONLY_IN_FILES},
     **{name: (f"engine.{name}",) for name in EngineSection.model_fields},
     "target_replicas": ("groups.target.replicas",),
     "draft_replicas": ("groups.draft.replicas",),

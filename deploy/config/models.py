@@ -73,6 +73,11 @@ class ModelsSection(Section):
         None, "File with a chat template, Jinja, in place of the target's own; on every node of a gateway."
     )
     exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
+    ignore_tensors: tuple[str, ...] = described(
+        (),
+        "Tensors of the models' files, and keys of GGUF files, that may be left out although nothing says that they "
+        "change no token; names, or patterns such as `model.vision.*`.",
+    )
     served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
 
     def problems(self) -> Iterator[str]:
@@ -201,6 +206,7 @@ class EngineSection(Section):
             "exact": models.exact,
             "lookup_match": models.lookup_match if is_draft else None,
             "target": models.target if is_draft else None,
+            "ignore_tensors": models.ignore_tensors,
             "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
             "tensor_parallel_size": self.ranks(role),
         }

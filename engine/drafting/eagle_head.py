@@ -5,6 +5,7 @@ Its features are three hidden states of the target through `fc` or the layer's o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -25,6 +26,7 @@ from engine.drafting.head import DraftingHead, HeadWeights
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import PagedKv
 from engine.layers.linear import joined
+from engine.leftovers import refuse_unused
 from engine.models.compatibility import has_moving_rope
 from engine.models.drafting_head import FEATURES, feature_layers, read_head_config
 from engine.models.weights import safetensors_files, wrong_shape
@@ -35,8 +37,16 @@ _UNUSED = "t2d"
 
 
 class EagleHead(DraftingHead):
-    def __init__(self, folder: Path, model: PreTrainedModel, vocabulary_size: int, kernels: CpuKernels | None) -> None:
-        """Raises UnsupportedModelError for a head that does not fit `model`, the target."""
+    def __init__(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        vocabulary_size: int,
+        kernels: CpuKernels | None,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """Raises UnsupportedModelError for a head that does not fit `model`, the target, or that holds tensors which
+        nothing takes, but those of `ignored`."""
         fields = read_head_config(folder)
         try:
             config = LlamaConfig.from_dict(fields)
@@ -55,7 +65,9 @@ class EagleHead(DraftingHead):
         stored = {name: tensor for name, tensor in _tensors(folder).items() if name != _UNUSED}
         self.token_ids = _token_ids(folder, stored.pop("d2t", None), rows, vocabulary_size)
         self._columns = vocabulary_size if self.token_ids is None else rows
-        self._take(folder, HeadWeights(folder, stored, model.dtype, model.device), rows)
+        weights = HeadWeights(folder, stored, model.dtype, model.device)
+        self._take(weights, rows)
+        refuse_unused(folder.name, weights.stored, ignored)
         if self.token_ids is not None:
             self.token_ids = self.token_ids.to(model.device)
 
@@ -110,7 +122,7 @@ class EagleHead(DraftingHead):
                 "fixed frequencies"
             )
 
-    def _take(self, folder: Path, weights: HeadWeights, rows: int) -> None:
+    def _take(self, weights: HeadWeights, rows: int) -> None:
         config, hidden, inner = self.config, self._hidden, self.config.intermediate_size
         queries, keys = config.num_attention_heads * self._head_dim, config.num_key_value_heads * self._head_dim
         attention = [
@@ -129,8 +141,6 @@ class EagleHead(DraftingHead):
         own = "embed_tokens.weight"
         self._embedding = weights.tensor(own, config.vocab_size, hidden) if own in weights.stored else None
         self.nbytes = weights.nbytes
-        if weights.stored:
-            raise UnsupportedModelError(f"{folder.name} holds {', '.join(sorted(weights.stored)[:3])}: not of EAGLE-3")
 
     def _made(self, linear: nn.Module) -> nn.Module:
         return prepack_linear(linear, self._kernels)

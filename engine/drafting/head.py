@@ -17,7 +17,7 @@ from engine.errors import UnsupportedModelError
 from engine.kv.paged_kv import PagedKv
 from engine.layers.linear import linear_of
 from engine.models.loaded_model import KvShape
-from engine.models.weights import wrong_shape
+from engine.models.weights import PLAIN_FLOATS, wrong_shape
 
 
 class DraftingHead(ABC):
@@ -95,7 +95,12 @@ class HeadWeights:
         tensor = self.stored.pop(name)
         if tuple(tensor.shape) != shape:
             raise wrong_shape(self._folder.name, name, tensor.shape, shape)
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if tensor.dtype not in PLAIN_FLOATS.values():
+            raise UnsupportedModelError(
+                f"{self._folder.name}: {name} is of dtype {str(tensor.dtype).removeprefix('torch.')}, must be one of "
+                f"{', '.join(PLAIN_FLOATS)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
             raise UnsupportedModelError(f"{self._folder.name}: {name} holds a value that is not a finite number")
         tensor = tensor.to(self._device, self._dtype)
         self.nbytes += tensor.nbytes

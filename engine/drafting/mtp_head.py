@@ -9,6 +9,7 @@ follow. Of several MTP layers the first is taken, for every token.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backends import AttentionPlan, AttentionRule
 from engine.attention.paged_step import GroupStep, PagedStep
@@ -27,6 +28,7 @@ from engine.drafting.head import DraftingHead, HeadWeights
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import LayerKv, PagedKv
 from engine.layers.joined_layers import join_layers, joins_layers
+from engine.models.reading import read_config
 from engine.models.weights import model_of
 from engine.quantization.checkpoints import checkpoint_weights
 
@@ -59,8 +61,16 @@ _FORMATS = {
 
 
 class MtpHead(DraftingHead):
-    def __init__(self, folder: Path, model: PreTrainedModel, vocabulary_size: int, kernels: CpuKernels | None) -> None:
-        """Raises UnsupportedModelError where `folder`, that of `model`, the target, holds none that is known."""
+    def __init__(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        vocabulary_size: int,
+        kernels: CpuKernels | None,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """Raises UnsupportedModelError where `folder`, that of `model`, the target, holds none that is known, or one
+        with tensors that nothing takes, but those of `ignored`."""
         family, size = model.config.model_type, model.config.hidden_size
         if family not in _FORMATS:
             raise UnsupportedModelError(f"{family} has no MTP layer that is known, must be {' or '.join(_FORMATS)}")
@@ -70,7 +80,7 @@ class MtpHead(DraftingHead):
         self._format, self._columns, self._epsilon = _FORMATS[family], vocabulary_size, config.rms_norm_eps
         prefix = self._format.prefix.format(model.config.num_hidden_layers)
         stored: dict[str, Tensor] = {}
-        for name, weight in checkpoint_weights(folder, AutoConfig.from_pretrained(folder), prefix):
+        for name, weight in checkpoint_weights(folder, read_config(folder), prefix, ignored):
             stored[name.removeprefix(prefix)] = weight if isinstance(weight, Tensor) else weight.expanded()
         if not stored:
             raise UnsupportedModelError(f"{folder.name} holds no MTP layer, whose tensors begin with {prefix}")
@@ -82,7 +92,7 @@ class MtpHead(DraftingHead):
         self._norms = [weights.tensor(f"{one}.weight", size) for one in names]
         self._product = prepack_linear(weights.linear(self._format.product, size, 2 * size), kernels)
         last_norm = weights.tensor(f"{self._format.last_norm}.weight", size)
-        layer = _model_of_layer(name, config, stored, last_norm, model)
+        layer = _model_of_layer(name, config, stored, last_norm, model, ignored)
         self.nbytes = weights.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
         if joins_layers(layer, kernels):
             join_layers(layer, kernels)
@@ -148,13 +158,18 @@ def _config_of_layer(target: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _model_of_layer(
-    name: str, config: PreTrainedConfig, layer: dict[str, Tensor], last_norm: Tensor, target: PreTrainedModel
+    name: str,
+    config: PreTrainedConfig,
+    layer: dict[str, Tensor],
+    last_norm: Tensor,
+    target: PreTrainedModel,
+    ignored: Sequence[str],
 ) -> PreTrainedModel:
     """Of weights by their names in the layer, and of the norm behind it."""
     weights = {f"model.layers.0.{one}": tensor for one, tensor in layer.items()} | {"model.norm.weight": last_norm}
     weights |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, config.hidden_size))
     try:
-        return model_of(Path(name), config, weights, target.dtype, {}).to(target.device).eval()
+        return model_of(Path(name), config, weights, target.dtype, {}, ignored).to(target.device).eval()
     # Experts that cannot be joined, as one is missing or has another shape.
     except (LookupError, RuntimeError) as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {one_line(error)}") from error

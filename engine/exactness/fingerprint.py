@@ -21,10 +21,11 @@ from engine.exactness.calibration_cache import cublas_conditions, device_name, m
 from engine.models.compatibility import has_moving_rope
 from engine.models.dtype import dtype_name
 from engine.models.loaded_model import LoadedModel, attention_name
-from engine.models.source import cache_folder
+from engine.models.source import cache_folder, weights_path
 from engine.models.weights import safetensors_files
 from engine.passes.runner import ModelRunner
-from engine.quantization.model import weights_path
+from engine.quantization.gguf_file import part_paths
+from engine.quantization.sizes import QUANTIZATION_FILE
 from engine.settings import EngineSettings
 
 # Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
@@ -42,8 +43,12 @@ SAMPLED_WEIGHTS = 256
 def folder_parts(folder: Path) -> dict[str, str]:
     """Of all bytes of a model folder's weights and of its configuration. Raises UnsupportedModelError, OSError."""
     source = weights_path(folder)
-    files = [source] if source.is_file() else safetensors_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
-    return {"weights": _of_files(files), "model": _of_files([folder / "config.json"])}
+    if source != folder:
+        files = part_paths(source)
+    else:
+        files = safetensors_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
+    configurations = [folder / "config.json", folder / QUANTIZATION_FILE]
+    return {"weights": _of_files(files), "model": _of_files(file for file in configurations if file.is_file())}
 
 
 def memory_parts(model: PreTrainedModel) -> dict[str, str]:
@@ -84,6 +89,8 @@ def fingerprint_parts(
         "llguidance": _installed("llguidance"),
         "spool": f"{_installed('spool-serve')}, recipe {_RECIPE}",
     }
+    if settings.ignore_tensors:
+        parts["ignore_tensors"] = " ".join(sorted(settings.ignore_tensors))
     if has_moving_rope(model.config):
         parts["max_model_len"] = str(settings.max_model_len)
     if device.type == "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from scheduler.messages import Role
 _HEAD_WORDS = ("eagle", "medusa", "mtp", "nextn", "speculator", "mlpspeculator")
 """Parts of the names of architectures that are heads."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
+
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OF_JOINING_LAYER = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\.")
 
 MTP = "mtp"
 """Names the MTP layer of a target."""
@@ -53,8 +56,16 @@ def is_drafting_head(name: str) -> bool:
 def is_of_mtp_layer(name: str, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP layer of a model of so many `layers`: the model has no place
     for it."""
-    number = re.match(r"model\.layers\.(\d+)\.", name)
+    number = _OF_LAYER.match(name)
     return "mtp" in name if number is None else int(number[1]) >= layers
+
+
+def mtp_tensors(names: Collection[str], layers: int) -> set[str]:
+    """Those of `names` that belong to an MTP layer of a model of so many `layers`. A layer behind these is one where it
+    joins a token's embedding and a hidden state; any other is a layer that the configuration leaves out."""
+    joining = {layer[1] for name in names if (layer := _OF_JOINING_LAYER.match(name))}
+    behind = {name: _OF_LAYER.match(name) for name in names if is_of_mtp_layer(name, layers)}
+    return {name for name, layer in behind.items() if layer is None or layer[1] in joining}
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:

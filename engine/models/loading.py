@@ -74,7 +74,7 @@ def load_target_engine(
         parts = beside.submit(folder_parts, folder)
         lead = None if other_ranks is None else _gather_ranks(folder, settings, progress, other_ranks)
         loaded = read_model(folder, settings, Role.TARGET, progress, None if lead is None else lead.ranks)
-        head = None if settings.draft_head is None else _load_head(settings.draft_head, folder, loaded, progress)
+        head = None if settings.draft_head is None else _load_head(settings, folder, loaded, progress)
         return _target_engine(replace(loaded, lead=lead), settings, progress, parts.result, head)
 
 
@@ -122,12 +122,13 @@ def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: 
     return _draft_engine(model_in_memory(model, settings, progress), settings, progress)
 
 
-def _load_head(name: str, target: Path, loaded: LoadedModel, progress: Progress) -> DraftingHead:
-    """`target`: its folder."""
+def _load_head(settings: EngineSettings, target: Path, loaded: LoadedModel, progress: Progress) -> DraftingHead:
+    """`target`: its folder. The settings name a head."""
+    name = str(settings.draft_head)
     folder = target if name == MTP else fetch_model(resolve_model(name, Role.DRAFT), progress)
     progress(f"loading {name}", None)
     kind = MtpHead if name == MTP else EagleHead
-    return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels)
+    return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
 
 
 def _target_engine(

@@ -24,13 +24,13 @@ from engine.models.loaded_model import LoadedModel
 from engine.models.reference import own_attention
 from engine.models.source import Progress
 from engine.models.vocabulary import Vocabulary, read_tokenizer, vocabulary_of
-from engine.models.weights import check_loaded, safetensors_files, stored_tensors
+from engine.models.weights import check_loaded, pickled_tensors, safetensors_files, stored_tensors
 from engine.parallel.ranks import Ranks
 from engine.parallel.shards import read_part
 from engine.passes.solo import SoloModel
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.model import build_model, is_quantized, moved, open_weights, round_weights, stored_quantization
-from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS
+from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS, stated_quantization
 from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 from scheduler.messages import Role
@@ -51,7 +51,7 @@ def read_model(
     config, source = read_config(folder), open_weights(folder)
     quantization = stored_quantization(source, config)
     if quantization == NOT_QUANTIZED:
-        model = _read_plain(folder, config, settings.dtype, ranks)
+        model = _read_plain(folder, config, settings, ranks)
         dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress)
         model = model if dtype == model.dtype else model.to(dtype)
         quantization = _round(model, device, settings, kernels, progress)
@@ -116,15 +116,21 @@ def read_config(folder: Path) -> PreTrainedConfig:
     # No JSON, fields of a wrong type, a type that transformers does not know or that comes with code of its own.
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise _cannot_load(folder, error) from error
+    if quantization := stated_quantization(folder, config.to_dict()):
+        config.quantization_config = quantization
     check_config(config)
     return config
 
 
-def _read_plain(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks | None) -> PreTrainedModel:
+def _read_plain(
+    folder: Path, config: PreTrainedConfig, settings: EngineSettings, ranks: Ranks | None
+) -> PreTrainedModel:
+    dtype = settings.dtype
     try:
         if ranks is not None:
-            return read_part(folder, config, dtype, ranks)
-        stored = stored_tensors(safetensors_files(folder))
+            return read_part(folder, config, dtype, ranks, settings.ignore_tensors)
+        files = safetensors_files(folder)
+        stored = stored_tensors(files) if files else pickled_tensors(folder)
         solo = config.model_type in SOLO_FAMILIES
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -138,7 +144,7 @@ def _read_plain(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks
         if error.args == (ATTENTION_NAME,):
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         raise _cannot_load(folder, error) from error
-    check_loaded(folder, model, report, stored)
+    check_loaded(folder, model, report, stored, settings.ignore_tensors)
     return model
 
 
@@ -182,7 +188,7 @@ def _read_quantized(
     known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
     keep = known and takes_codes(kernels, dtype, device)
     try:
-        model = build_model(source, config, dtype, keep, ranks)
+        model = build_model(source, config, dtype, keep, ranks, settings.ignore_tensors)
     except UnsupportedModelError:
         raise
     except (OSError, ValueError, LookupError, RuntimeError) as error:

@@ -123,6 +123,13 @@ def demo_is_built(role: Role) -> bool:
         return False
 
 
+def weights_path(folder: Path) -> Path:
+    """The GGUF file of a model's folder, by the name that it has where it lies; `folder` itself where it has none."""
+    file = folder / GGUF_WEIGHTS
+    # One link only: what lies in a cache of downloads has its name, by which its other parts are found, there.
+    return folder / file.readlink() if file.is_symlink() else file if file.is_file() else folder
+
+
 def resolve_model(name: str, role: Role) -> ModelSource:
     """Finds out what `name` means: `demo`, a folder, a GGUF file, or a hub id (looked up in the local hub cache only).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -65,8 +65,11 @@ def part_of(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
     return part
 
 
-def read_part(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks) -> PreTrainedModel:
+def read_part(
+    folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks, ignored: Sequence[str] = ()
+) -> PreTrainedModel:
     """This rank's part of the model in `folder`, which is all that is read of its weights, connected to the others.
+    Tensors of `ignored` may be left over.
 
     Raises UnsupportedModelError.
     """
@@ -78,7 +81,7 @@ def read_part(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks) 
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         weights.update(parts_of(_tensors(file), whole, ranks.rank, ranks.size, file.name))
-    model = model_of(folder, part_of(config, ranks.size), weights, dtype, stored)
+    model = model_of(folder, part_of(config, ranks.size), weights, dtype, stored, ignored)
     connect_layers(model, config.vocab_size, ranks)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from engine.errors import UnsupportedModelError
-from engine.models.weights import safetensors_files, stored_tensors
-from engine.quantization.sizes import CODE_PARTS
+from engine.leftovers import changes_nothing, is_ignored, refuse_unused
+from engine.models.weights import PLAIN_FLOATS, safetensors_files, stored_tensors
+from engine.quantization.sizes import ACTIVATION_PARTS, CODE_PARTS
 from engine.quantization.weights import QuantizedWeight
 
 _FORMATS = {
@@ -71,12 +72,13 @@ def check_quantization(config: PreTrainedConfig) -> None:
 
 
 def checkpoint_weights(
-    folder: Path, config: PreTrainedConfig, prefix: str = ""
+    folder: Path, config: PreTrainedConfig, prefix: str = "", ignored: Sequence[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Weights of the model in `folder` by the names of its parameters, one after the other: those with `prefix`.
 
     A weight that is quantised but fits no `QuantizedWeight` is float32; any other tensor is as stored. Activations are
-    not quantised, whatever the configuration says of them. Raises UnsupportedModelError, naming the tensor.
+    not quantised, whatever the configuration says of them. Raises UnsupportedModelError, naming the tensor; at the end
+    for scales and other parts of codes that belong to no weight, but those of `ignored`.
     """
     check_quantization(config)
     quantization = _quantization(config)
@@ -97,8 +99,9 @@ def checkpoint_weights(
                 yield name, _int_weight(checkpoint, layer)
             elif kind == "weight" and stored.dtype in _FLOATS_8:
                 yield name, _float_weight(checkpoint, layer, _block(quantization))
-            elif kind not in CODE_PARTS:
-                yield name, checkpoint.read(name, (*_FLOATS, "F64") if kind in ("weight", "bias") else None)
+            elif kind not in CODE_PARTS and not is_ignored(name, ignored):
+                yield name, checkpoint.read(name, None if changes_nothing(name) else (*PLAIN_FLOATS,))
+        refuse_unused(folder.name, checkpoint.left_over(prefix), ignored)
 
 
 class _Checkpoint:
@@ -109,6 +112,7 @@ class _Checkpoint:
         if not files:
             raise UnsupportedModelError(f"{folder.name} holds pickled weights, those of a quantised model must not be")
         self.stored = stored_tensors(files)
+        self._read: set[str] = set()
         self._folder = folder
         self._files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
 
@@ -124,8 +128,19 @@ class _Checkpoint:
             raise self.refused(name, f"has the shape {list(stored.shape)}, must have {list(shape)}")
         if dims is not None and (len(stored.shape) != dims or 0 in stored.shape):
             raise self.refused(name, f"has the shape {list(stored.shape)}, must have {dims} dimensions, none of them 0")
+        self._read.add(name)
         tensor: torch.Tensor = self._files[stored.file].get_tensor(name)
         return tensor
+
+    def left_over(self, prefix: str) -> list[str]:
+        """Tensors with `prefix` that nothing has read, though they are parts of codes, and not of activations."""
+        names = [name for name in self.stored if name.startswith(prefix) and name not in self._read]
+        kinds = {name: name.rpartition(".")[2] for name in names}
+        return [name for name in names if kinds[name] not in ACTIVATION_PARTS and not self._is_no_shift(name)]
+
+    def _is_no_shift(self, name: str) -> bool:
+        """Whether a tensor has zero points of codes whose zero is 0 anyway."""
+        return name.endswith(".weight_zero_point") and not self.read(name, None).float().any()
 
     def read_scales(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """float32, all of them finite."""

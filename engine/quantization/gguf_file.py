@@ -1,4 +1,4 @@
-"""Files of the GGUF format, version 2 and 3: their header, and their tensors.
+"""Files of the GGUF format, version 2 and 3, in one part or several: their header, and their tensors.
 
 Files come from strangers. Each count, length and offset is compared with the bytes that are left before anything of
 that size is made. Known to launchers, so torch is imported where a tensor is read.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UnsupportedModelError
+from engine.leftovers import listed
 from engine.quantization.gguf_types import NAMES, TYPES
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _MAX_DIMENSIONS = 4
 # Of a key with its value and of a tensor in the header: what the shortest takes.
 _ENTRY_BYTES, _TENSOR_BYTES = 13, 32
 _LONGEST_SHOWN = 60
+_PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
+"""The name of a file in parts: which part it is, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,19 @@ class GgufTensor:
     size: int
 
 
-class GgufFile:
-    """The header of a file, checked as a whole. Raises UnsupportedModelError."""
+def part_paths(path: Path) -> list[Path]:
+    """All parts of a file, by the name of its first one."""
+    name = _PART.fullmatch(path.name)
+    if name is None:
+        return [path]
+    return [path.with_name(f"{name[1]}{part:05}{name[3]}") for part in range(1, int(name[4]) + 1)]
 
-    def __init__(self, path: Path) -> None:
+
+class GgufFile:
+    """The header of a file, checked as a whole, with those of its other parts. Raises UnsupportedModelError."""
+
+    def __init__(self, path: Path, part: int = 0) -> None:
+        """`path`: that of the first part, or of `part` alone, which counts from 0."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -59,29 +72,73 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
+        self._others: list[GgufFile] = []
+        if (number := self._part_number("split.no", 0)) != part:
+            raise self._error("split.no", number, f"{part}: models in parts are named by their first file")
+        if part == 0:
+            self._read_other_parts(self._part_number("split.count", 1))
 
     def read(self, name: str) -> torch.Tensor | QuantizedWeight:
         """The numbers of a tensor of `tensors`. Raises UnsupportedModelError for scales that are not finite."""
         from engine.quantization.gguf_blocks import tensor_of_blocks
 
-        tensor = self.tensors[name]
+        holder, tensor = self._holder(name), self.tensors[name]
         try:
-            return tensor_of_blocks(self._bytes, tensor.type, tensor.shape, tensor.offset)
+            return tensor_of_blocks(holder._bytes, tensor.type, tensor.shape, tensor.offset)
         except ValueError as error:
-            raise UnsupportedModelError(f"{self.path.name}: {name} {error}") from error
+            raise UnsupportedModelError(f"{holder.path.name}: {name} {error}") from error
 
     def floats(self, name: str) -> tuple[float, ...]:
         """The numbers of a tensor of type F32, without torch."""
         tensor = self.tensors[name]
         if tensor.type != "F32":
             raise self._error(f"the type of {name}", tensor.type, "F32")
-        return struct.unpack_from(f"<{tensor.size // 4}f", self._bytes, tensor.offset)
+        return struct.unpack_from(f"<{tensor.size // 4}f", self._holder(name)._bytes, tensor.offset)
 
     def commonest_type(self) -> str:
         return Counter(tensor.type.lower() for tensor in self.tensors.values()).most_common(1)[0][0]
 
     def header_digest(self) -> str:
-        return hashlib.sha256(self._bytes[: self._at]).hexdigest()
+        """Of all parts, with the sizes of those behind the first."""
+        digest = hashlib.sha256(self._bytes[: self._at])
+        for part in self._others:
+            digest.update(f"{len(part._bytes)} {part.header_digest()}".encode())
+        return digest.hexdigest()
+
+    def _holder(self, name: str) -> GgufFile:
+        """The part with this tensor."""
+        return next((part for part in self._others if name in part.tensors), self)
+
+    def _part_number(self, key: str, default: int) -> int:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._error(key, value, "a number of 0 or more")
+        return value
+
+    def _read_other_parts(self, count: int) -> None:
+        """Takes their tensors for this file's."""
+        paths = part_paths(self.path)
+        if len(paths) != max(1, count) or paths[0].name != self.path.name:
+            raise UnsupportedModelError(
+                f"{self.path.name} has {count} parts by its split.count, must be named NAME-00001-of-{count:05}.gguf, "
+                "with the others beside it"
+            )
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise UnsupportedModelError(
+                f"{self.path.name} is one of {count} parts, of which {listed(missing)} is not in its folder"
+            )
+        for number, path in enumerate(paths[1:], 1):
+            part = GgufFile(path, number)
+            for key in part.metadata.keys() - {"split.no"}:
+                if part.metadata[key] != self.metadata.get(key):
+                    raise part._error(key, part.metadata[key], f"{self.metadata.get(key)!r}, as in {self.path.name}")
+            if both := part.tensors.keys() & self.tensors.keys():
+                raise part._error("tensor", min(both), "there once, in one of the parts")
+            self.tensors |= part.tensors
+            self._others.append(part)
+        if (stated := self._part_number("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            raise self._error("split.tensors.count", stated, f"{len(self.tensors)}, the number of tensors in all parts")
 
     def _read_header(self) -> None:
         magic = self._take(4, "the first bytes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers.models import BPE
 from engine.errors import UnsupportedModelError, one_line
 from engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
 from engine.quantization.gguf_file import GgufFile
+from engine.quantization.gguf_keys import SAMPLING
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
@@ -28,7 +30,7 @@ ARCHITECTURES = {
 }
 
 # Raised when folders are made in another way, so that those of an older one are not used.
-_RECIPE = 1
+_RECIPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # Tokens by name that end an answer, whatever the header calls them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
@@ -43,6 +45,12 @@ _WORDS_BY_PRE = {
 }
 _PRES = (*_WORDS_BY_PRE, "smollm", "gpt-2")
 _GEMMA3_27B_LAYERS = 62
+# By fields of transformers' configurations that have them: linear layers that have biases where a file has some.
+_BIASED = {
+    "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    "mlp_bias": re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+}
+_BIASES = {"gemma3": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
 # Of Llama 3's scaling of rotary positions, alike in all its versions.
 _LOW, _HIGH, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
@@ -90,9 +98,13 @@ def write_model_files(file: GgufFile, folder: Path) -> None:
     ids = {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     ids["unk"] = _token_id(file, "tokenizer.ggml.unknown_token_id")
     named = {f"{name}_token": tokenizer.id_to_token(number) for name, number in ids.items() if number is not None}
-    ends = [ids["eos"], _token_id(file, "tokenizer.ggml.eot_token_id"), *map(tokenizer.token_to_id, _ENDS)]
+    stated = [_token_id(file, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    ends = [ids["eos"], *stated, *map(tokenizer.token_to_id, _ENDS)]
     generation = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
     generation["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
+    for key, name in SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            generation[name] = _shortest(value) if isinstance(value, float) else value
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -143,6 +155,9 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": _token_id(file, "tokenizer.ggml.eos_token_id"),
         "pad_token_id": _token_id(file, "tokenizer.ggml.padding_token_id"),
     }
+    for field in _BIASES.get(kind, ()):
+        if any(map(_BIASED[field].fullmatch, file.tensors)):
+            config[field] = True
     return config | _gemma3(file, config) if kind == "gemma3" else config
 
 
@@ -162,16 +177,25 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(file: GgufFile, kind: str, head_dim: int) -> dict[str, Any]:
     theta = _float(file, f"{kind}.rope.freq_base", 10_000.0)
-    if "rope_freqs.weight" in file.tensors:
-        return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
     prefix = f"{kind}.rope.scaling."
     stated = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)} - {"finetuned"}
-    scaling = file.metadata.get(f"{prefix}type", "linear" if "factor" in stated else "none")
+    factors = {
+        key: _float(file, key) for key in (f"{prefix}factor", f"{kind}.rope.scale_linear") if key in file.metadata
+    }
+    scaling = file.metadata.get(f"{prefix}type", "linear" if factors else "none")
+    if len(set(factors.values())) > 1:
+        raise _error(file, " and ".join(factors), factors, "equal")
+    if "rope_freqs.weight" in file.tensors:
+        if scaling != "none" and (scaling != "linear" or set(factors.values()) - {1.0}):
+            raise _error(file, f"{prefix}type", scaling, "none beside rope_freqs.weight")
+        return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
     if scaling == "none":
         return {"rope_theta": theta, "rope_type": "default"}
     if scaling not in ("linear", "yarn") or not stated <= {"type", "factor", "original_context_length"}:
         raise _error(file, f"{prefix}*", f"{scaling} ({', '.join(sorted(stated))})", "none, linear, or yarn by factor")
-    found: dict[str, Any] = {"rope_theta": theta, "rope_type": scaling, "factor": _float(file, f"{prefix}factor")}
+    if not factors:
+        raise _error(file, f"{prefix}factor", None, "a positive number")
+    found: dict[str, Any] = {"rope_theta": theta, "rope_type": scaling, "factor": next(iter(factors.values()))}
     if scaling == "yarn":
         found["original_max_position_embeddings"] = _count(file, f"{prefix}original_context_length")
     return found
@@ -206,9 +230,19 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
     """
     tokens = _list(file, "tokenizer.ggml.tokens", str)
     types = _list(file, "tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
-    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise _error(file, "tokenizer.ggml.tokens", f"{len(tokens)} tokens", "different ones, each with its type")
-    vocabulary = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
+    if len(types) != len(tokens):
+        raise _error(file, "tokenizer.ggml.token_type", f"{len(types)} numbers", f"{len(tokens)}, one for each token")
+    rows = file.tensors["token_embd.weight"].shape[0]
+    vocabulary: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        if types[number] == _UNUSED:
+            continue
+        field = f"tokenizer.ggml.tokens[{number}]"
+        if token in vocabulary:
+            raise _error(file, field, token, f"another than tokens[{vocabulary[token]}]")
+        if number >= rows:
+            raise _error(file, field, token, f"below {rows}, the rows of token_embd.weight")
+        vocabulary[token] = number
     unknown = _token_id(file, "tokenizer.ggml.unknown_token_id")
     model = file.metadata.get("tokenizer.ggml.model")
     try:
@@ -222,11 +256,18 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
             if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 special = types[number] != _USER_DEFINED
                 tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
-        first = _token_id(file, "tokenizer.ggml.bos_token_id")
         begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
-        if first is not None and file.metadata.get("tokenizer.ggml.add_bos_token", begins):
+        around = [
+            _token_id(file, f"tokenizer.ggml.{name}_token_id")
+            if file.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+            else None
+            for name, default in (("bos", begins), ("eos", False))
+        ]
+        if around != [None, None]:
+            first, last = ([] if number is None else [(tokens[number], number)] for number in around)
+            template = [*(token for token, _ in first), "$A", *(token for token, _ in last)]
             tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
+                single=" ".join(template), special_tokens=first + last
             )
     except UnsupportedModelError:
         raise
@@ -288,9 +329,13 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
 def _float(file: GgufFile, key: str, default: float | None = None) -> float:
     """The shortest number in decimals that float32, as files have it, does not tell from the one in the file."""
     value = file.metadata.get(key, default)
-    if not isinstance(value, float) or not 0 < (short := float(str(np.float32(value)))) < math.inf:
+    if not isinstance(value, float) or not 0 < (short := _shortest(value)) < math.inf:
         raise _error(file, key, value, "a positive number")
     return short
+
+
+def _shortest(value: float) -> float:
+    return float(str(np.float32(value)))
 
 
 def _token_id(file: GgufFile, key: str) -> int | None:

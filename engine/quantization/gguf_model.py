@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModelError
+from engine.leftovers import refuse_unused
+from engine.parallel.shards import whole_model
 from engine.quantization.gguf_file import GgufFile
+from engine.quantization.gguf_keys import check_keys
 from engine.quantization.weights import QuantizedWeight
 
 MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -33,22 +38,36 @@ _OF_GEMMA3_LAYER = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# What scales rotary positions: the configuration says the same.
+# What divides frequencies of rotary positions: the configuration says the same.
 _ROPE_FACTORS = "rope_freqs.weight"
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Each of the file's tensors, with the name of the parameter that it is of a model with this configuration.
+# Biases that a model of such a configuration has in each of its layers, and that files have or not, one by one.
+_OPTIONAL_BIASES = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}
 
-    Raises UnsupportedModelError for models of other types and for tensors that have no such name.
+
+def gguf_weights(
+    file: GgufFile, config: PreTrainedConfig, ignored: Sequence[str] = ()
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Each of the file's tensors, with the name of the parameter that it is of a model with this configuration, and
+    zeros for biases that only some of its layers have.
+
+    Raises UnsupportedModelError for models of other types, and for tensors that a model of this configuration does not
+    have and keys that are not known, but those of `ignored`.
     """
     if config.model_type not in MODEL_TYPES:
         raise UnsupportedModelError(
             f"{file.path.name} holds a model of type {config.model_type}, must be one of {', '.join(MODEL_TYPES)}"
         )
-    for name in file.tensors:
-        if name == _ROPE_FACTORS:
+    check_keys(file, ignored)
+    shapes = {name: parameter.shape for name, parameter in whole_model(config).state_dict().items()}
+    parameters = {name: _parameter_name(name, config) for name in file.tensors}
+    if _ROPE_FACTORS in file.tensors and _are_of_configuration(file.floats(_ROPE_FACTORS), config):
+        del parameters[_ROPE_FACTORS]
+    refuse_unused(file.path.name, (name for name, parameter in parameters.items() if parameter not in shapes), ignored)
+    for name, parameter in parameters.items():
+        if parameter not in shapes:
             continue
         weight = file.read(name)
         if config.model_type == "gemma3_text" and name.endswith("norm.weight") and isinstance(weight, torch.Tensor):
@@ -56,10 +75,28 @@ def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Iterator[tuple[str
         heads = _interleaved_heads(name, config)
         if heads:
             weight = _rows_by_halves(file, name, weight, heads)
-        yield _parameter_name(file, name, config), weight
+        yield str(parameter), weight
+    for field, part in _OPTIONAL_BIASES.items():
+        biases = (
+            [name for name in shapes if part in name and name.endswith(".bias")] if getattr(config, field, 0) else []
+        )
+        missing = set(biases) - set(parameters.values())
+        if len(missing) < len(biases):
+            yield from ((name, torch.zeros(shapes[name])) for name in sorted(missing))
 
 
-def _parameter_name(file: GgufFile, name: str, config: PreTrainedConfig) -> str:
+def _are_of_configuration(factors: Sequence[float], config: PreTrainedConfig) -> bool:
+    """Whether rotary positions of this configuration have frequencies that are divided by these factors."""
+    rope, size = config.rope_parameters, config.head_dim
+    plain = rope.get("rope_theta", 0.0) ** (-torch.arange(0, size, 2) / size)
+    kind = rope.get("rope_type", "default")
+    scaled = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+    expected = (plain / scaled).numpy()
+    return len(factors) == len(expected) and np.allclose(factors, expected, rtol=1e-4)
+
+
+def _parameter_name(name: str, config: PreTrainedConfig) -> str | None:
+    """None for a tensor that no supported model has."""
     of_layer = _OF_LAYER | (_OF_GEMMA3_LAYER if config.model_type == "gemma3_text" else {})
     found = _NAME.fullmatch(name)
     if found:
@@ -68,7 +105,7 @@ def _parameter_name(file: GgufFile, name: str, config: PreTrainedConfig) -> str:
             return f"{_OUTER[part]}.{kind}"
         if layer is not None and part in of_layer:
             return f"model.layers.{int(layer)}.{of_layer[part]}.{kind}"
-    raise UnsupportedModelError(f"{file.path.name} holds {name!r}, which is no tensor of a supported model")
+    return None
 
 
 def _interleaved_heads(name: str, config: PreTrainedConfig) -> int:

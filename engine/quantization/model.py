@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.models.source import GGUF_WEIGHTS
+from engine.models.source import weights_path
 from engine.models.weights import model_of
 from engine.parallel.layers import connect_layers
 from engine.parallel.ranks import Ranks
@@ -23,16 +23,10 @@ from engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
 from engine.quantization.weights import QuantizedWeight
 
 
-def weights_path(folder: Path) -> Path:
-    """The GGUF file of a model's folder, by the name that it has where it lies; `folder` itself where it has none."""
-    file = folder / GGUF_WEIGHTS
-    return file.resolve() if file.exists() else folder
-
-
 def open_weights(folder: Path) -> GgufFile | Path:
     """The GGUF file of a model's folder; `folder` itself where it has none. Raises UnsupportedModelError."""
     path = weights_path(folder)
-    return GgufFile(path) if path.is_file() else folder
+    return folder if path == folder else GgufFile(path)
 
 
 def stored_quantization(weights: GgufFile | Path, config: PreTrainedConfig) -> str:
@@ -49,16 +43,20 @@ def build_model(
     dtype: torch.dtype,
     keep: bool,
     ranks: Ranks | None = None,
+    ignored: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Of what `open_weights` gives. Quantised weights stay so where `keep`; otherwise all are expanded to
-    `dtype`. With `ranks`, this rank's part, connected to the others.
+    `dtype`. With `ranks`, this rank's part, connected to the others. Tensors of `ignored` may be left over.
 
     Raises UnsupportedModelError for weights that do not fit `config` or are not finite.
     """
     plain: dict[str, torch.Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
     path = source.path if isinstance(source, GgufFile) else source
-    weights = gguf_weights(source, config) if isinstance(source, GgufFile) else checkpoint_weights(source, config)
+    if isinstance(source, GgufFile):
+        weights = gguf_weights(source, config, ignored)
+    else:
+        weights = checkpoint_weights(source, config, ignored=ignored)
     if ranks is not None:
         weights = parts_of(weights, whole_model(config), ranks.rank, ranks.size, path.name)
     for name, weight in weights:
@@ -71,7 +69,7 @@ def build_model(
         else:
             plain[name] = weight.expanded().to(dtype)
     config.quantization_config = None
-    model = model_of(path, config if ranks is None else part_of(config, ranks.size), plain, dtype, {})
+    model = model_of(path, config if ranks is None else part_of(config, ranks.size), plain, dtype, {}, ignored)
     _place(model, quantized)
     if ranks is not None:
         connect_layers(model, config.vocab_size, ranks)

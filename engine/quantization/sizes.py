@@ -8,8 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.errors import UnsupportedModelError
 from engine.models.drafting_head import is_of_mtp_layer
-from engine.models.source import GGUF_WEIGHTS
+from engine.models.source import weights_path
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_types import TYPES
 
@@ -30,8 +31,20 @@ _SCALE_BYTES = 2 * 4
 _ENDS = ("embed_tokens", "lm_head")
 # Last parts of the names of tensors with several codes in each of their int32 words, and of tensors that go with codes.
 _PACKED = ("weight_packed", "qweight")
-CODE_PARTS = {"weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"}
-CODE_PARTS |= {"qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"}
+_WEIGHT_PARTS = {"weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"}
+_WEIGHT_PARTS |= {"qzeros", "scales", "g_idx"}
+ACTIVATION_PARTS = {f"{what}_{part}" for what in "qkv" for part in ("scale", "zero_point")}
+ACTIVATION_PARTS |= {
+    f"{what}_{part}" for what in ("input", "output") for part in ("scale", "zero_point", "global_scale")
+}
+ACTIVATION_PARTS |= {"activation_scale", "act_scale", "kv_scale", "prob_scale", "prob_output_scale"}
+"""Of activations and KV, which Spool does not quantise as a checkpoint says."""
+CODE_PARTS = _WEIGHT_PARTS | ACTIVATION_PARTS
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Beside config.json, what ModelOpt says of the weights that it quantised."""
+# ModelOpt's formats that are those of FP8: a scale for a weight, or for each of its outputs.
+_FP8_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _Weight(NamedTuple):
@@ -43,20 +56,42 @@ class _Weight(NamedTuple):
     group: int = _GROUP
 
 
+def stated_quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model in `folder` says of how its weights are quantised, in the form of a `quantization_config`; empty
+    where they are not. `config` is that of config.json, where older checkpoints say it under `compression_config`, and
+    some not at all. Raises UnsupportedModelError."""
+    stated = config.get("quantization_config")
+    if not stated and config.get("compression_config"):
+        stated = {"quant_method": "compressed-tensors"} | config["compression_config"]
+    file = folder / QUANTIZATION_FILE
+    if not stated and file.is_file():
+        try:
+            stated = json.loads(file.read_text(encoding="utf-8"))["quantization"]
+            stated = {"quant_method": "modelopt", "quant_algo": stated["quant_algo"]} if stated["quant_algo"] else {}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UnsupportedModelError(f"{folder.name}/{file.name} cannot be read: {error}") from error
+    stated = dict(stated or {})
+    if stated.get("quant_method") == "modelopt":
+        algorithm = stated.get("quant_algo")
+        stated["quant_method"] = "fp8" if algorithm in _FP8_OF_MODELOPT else f"modelopt to {algorithm}"
+    return stated
+
+
 def kept_bytes(folder: Path, config: Mapping[str, Any], size: int, quantization: str, codes: bool) -> tuple[int, str]:
     """Bytes of a model's weights as they are kept under a setting of `quantization`, with floats of `size` bytes and,
     if `codes`, codes where the checkpoint has them; and as which codes, in a word. `config` is that of config.json.
 
     Layers whose codes become one tensor are counted as if they were alike, as are the parts of ranks.
     """
-    if (folder / GGUF_WEIGHTS).is_file():
-        file = GgufFile(folder / GGUF_WEIGHTS)
+    if (path := weights_path(folder)) != folder:
+        file = GgufFile(path)
         types = ((name, tensor.shape, TYPES[tensor.type]) for name, tensor in file.tensors.items())
         weights = [_Weight(name, shape, type.bits, type.group) for name, shape, type in types]
         word = file.commonest_type()
     else:
-        weights = list(_checkpoint_weights(folder, config))
-        word = str((config.get("quantization_config") or {}).get("quant_method"))
+        method = stated_quantization(folder, config)
+        weights = list(_checkpoint_weights(folder, config, method))
+        word = str(method.get("quant_method"))
     if not codes:
         weights, word = [_Weight(weight.name, weight.shape) for weight in weights], NOT_QUANTIZED
     elif not any(weight.bits for weight in weights):
@@ -79,9 +114,9 @@ def _rounded(weight: _Weight, bits: int) -> _Weight:
     return _Weight(weight.name, weight.shape, HEAD_BITS if layer.endswith(_ENDS) else bits)
 
 
-def _checkpoint_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[_Weight]:
+def _checkpoint_weights(folder: Path, config: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[_Weight]:
     """As engine/quantization/checkpoints.py reads them: FP8, and groups in an order of their own, are expanded."""
-    files, method = list(folder.glob("*.safetensors")), config.get("quantization_config") or {}
+    files = list(folder.glob("*.safetensors"))
     if not files:
         # Pickled: next to the numbers these files hold little.
         own_size = DTYPE_BYTES[config.get("dtype") or config.get("torch_dtype") or "float32"]

@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from dataclasses import replace as replace_fields
 from itertools import cycle
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from engine.models.weights import stored_tensors
 from engine.parallel.ranks import join_ranks
 from engine.settings import EngineSettings
 from tests.support.command_line import save_tokenizer, spool, write_lines
+from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import tiny_model
 
 Damage = Callable[[Path], object]
@@ -30,6 +33,15 @@ Damage = Callable[[Path], object]
 
 def remove(name: str) -> Damage:
     return lambda folder: _edit(folder, name, lambda tensors: tensors.pop(name))
+
+
+def add(name: str, tensor: torch.Tensor, beside: str | None = None) -> Damage:
+    """To the file that holds `beside`, the matrix unless it says otherwise."""
+    return lambda folder: _edit(folder, beside or MATRIX, lambda tensors: tensors.update({name: tensor}))
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda folder: [damage(folder) for damage in damages]
 
 
 def replace(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
@@ -85,8 +97,18 @@ def _of_another_model(folder: Path) -> None:
     Tokenizer(models.WordLevel({str(number): number for number in range(200)}, "0")).save(f"{folder}/tokenizer.json")
 
 
+def to_float8(weights: torch.Tensor) -> torch.Tensor:
+    return weights.to(torch.float8_e4m3fn)
+
+
+def _scaled(folder: Path) -> None:
+    both(replace(MATRIX, to_float8), add(f"{MATRIX}_scale", torch.ones(1)))(folder)
+
+
+ALGORITHM = '{"quantization": {"quant_algo": "%s"}}'
 LAYER = "model.layers.1"
 MATRIX = f"{LAYER}.self_attn.q_proj.weight"
+ONES = torch.ones(4)
 SHAPES = {
     "model.embed_tokens.weight": [96, 64],
     f"{LAYER}.input_layernorm.weight": [64],
@@ -109,6 +131,47 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "integers": (replace(MATRIX, lambda weights: weights.to(torch.int32)), f"{MATRIX} is of dtype I32"),
     "not a number": (replace(MATRIX, _not_a_number), f"{MATRIX} holds a value that is not a finite number"),
     "infinite": (replace("model.norm.weight", lambda weights: weights * torch.inf), "model.norm.weight holds a value"),
+    "a bias that config.json lacks": (
+        add(f"{LAYER}.self_attn.q_proj.bias", ONES),
+        rf"holds {LAYER}\.self_attn\.q_proj\.bias",
+    ),
+    "a bias of a norm": (
+        add("model.norm.bias", ONES),
+        r"holds model\.norm\.bias, which its configuration has no place",
+    ),
+    "norms of heads": (add(f"{LAYER}.self_attn.q_norm.weight", ONES), rf"holds {LAYER}\.self_attn\.q_norm\.weight"),
+    "fewer layers": (configure(num_hidden_layers=1), r"holds model\.layers\.1\.\S+, .* and [0-9]+ more, which"),
+    "one more layer": (add("model.layers.2.input_layernorm.weight", ONES), r"holds model\.layers\.2\.input_layernorm"),
+    "experts": (add(f"{LAYER}.mlp.experts.0.up_proj.weight", ONES), r"holds \S+\.mlp\.experts\.0\.up_proj\.weight"),
+    "an adapter": (add(f"{LAYER}.self_attn.q_proj.lora_A.weight", ONES), r"holds \S+\.lora_A\.weight"),
+    "a second head": (
+        add("model.lm_head.weight", ONES),
+        r"holds model\.lm_head\.weight and lm_head\.weight, which are",
+    ),
+    "a scale without codes": (add(f"{MATRIX}_scale", ONES), rf"holds {MATRIX}_scale, which its configuration has no"),
+    "zero points without codes": (add(f"{LAYER}.mlp.qzeros", ONES.int()), rf"holds {LAYER}\.mlp\.qzeros"),
+    "in two files": (
+        add(MATRIX, ONES, beside="lm_head.weight"),
+        rf"model-\S+ and model-\S+ both hold {MATRIX}",
+    ),
+    "FP8": (replace(MATRIX, to_float8), f"{MATRIX} is of dtype F8_E4M3, must be one of .* says how its numbers are"),
+    "FP8 with scales, unsaid": (_scaled, f"{MATRIX} is of dtype F8_E4M3"),
+    "FP8 without its scale": (
+        both(replace(MATRIX, to_float8), _write("hf_quant_config.json", ALGORITHM % "FP8")),
+        f"holds no {MATRIX}_scale",
+    ),
+    "FP4 of ModelOpt": (
+        both(_scaled, _write("hf_quant_config.json", ALGORITHM % "NVFP4")),
+        "quantised by modelopt to NVFP4, which are not supported",
+    ),
+    "a broken quantization": (
+        both(_scaled, _write("hf_quant_config.json", "[]")),
+        r"hf_quant_config\.json cannot be read",
+    ),
+    "an older quantization of another form": (
+        configure(compression_config={"format": "marlin-24", "config_groups": {}}),
+        "quantised by compressed-tensors in format marlin-24, must be",
+    ),
     "short shard": (
         lambda folder: _shard(folder).write_bytes(_shard(folder).read_bytes()[:-9]),
         "model-00002.* cannot",
@@ -174,6 +237,79 @@ def test_a_damaged_folder_is_refused(damage: str, load: Callable[[Path], None], 
     with pytest.raises(EngineError, match=f"(?i){message}") as refused:
         load(folder)
     assert "\n" not in str(refused.value)
+
+
+HARMLESS = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": ONES,
+    "model.layers.0.attn.masked_bias": ONES,
+    "model.embeddings.position_ids": ONES.long(),
+    "model.layers.2.eh_proj.weight": ONES,
+    "model.layers.2.mlp.up_proj.weight": ONES,
+    "mtp.fc.weight": ONES,
+    "vision_tower.patches.weight": ONES,
+    "model.visual.patches.weight": ONES,
+    "v_head.summary.weight": ONES,
+}
+
+
+@pytest.mark.parametrize("load", [load_target, load_draft, load_rank])
+def test_what_published_models_hold_beside_the_text_is_left_out(
+    load: Callable[[Path], None], whole: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "published"))
+    both(*(add(name, tensor) for name, tensor in HARMLESS.items()))(folder)
+    if load is load_rank:
+        with target_of_ranks(EngineSettings(str(folder), kv_pages=8, exact=False, tensor_parallel_size=2)):
+            return
+    load(folder)
+
+
+def test_a_head_beside_tied_embeddings_may_be_theirs_once_more(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    configure(tie_word_embeddings=True)(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    load_target(tmp_path)
+
+
+def test_the_settings_say_what_else_may_be_left_out(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    both(add("extra.weight", ONES), add("other.0.weight", ONES), add("other.1.table", ONES.int()))(folder)
+    settings = EngineSettings(str(folder), kv_pages=8, exact=False)
+    with pytest.raises(UnsupportedModelError, match=r"holds extra\.weight, which"):
+        load_target_engine(replace_fields(settings, ignore_tensors=("other.*",)), lambda *_: None)
+    headless = Path(shutil.copytree(folder, tmp_path / "headless"))
+    remove("lm_head.weight")(headless)
+    with pytest.raises(UnsupportedModelError, match=r"holds no lm_head\.weight"):
+        load_target_engine(replace_fields(settings, model=str(headless), ignore_tensors=("*",)), lambda *_: None)
+    ignoring = EngineSettings.from_plain(asdict(replace_fields(settings, ignore_tensors=["extra.weight", "other.*"])))
+    load_target_engine(ignoring, lambda *_: None)
+
+
+def test_experts_in_float8_without_scales_are_refused(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    save_file(stored | {name: to_float8(stored[name])}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=f"{name} is of dtype F8_E4M3"):
+        load_target(tmp_path)
+
+
+def test_pickled_weights_are_numbers_with_a_place(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.save_pretrained(tmp_path)
+    stored = model.state_dict()
+    for changed, said in (
+        ({MATRIX: to_float8(stored[MATRIX])}, f"{MATRIX} is of dtype float8_e4m3fn"),
+        ({MATRIX: stored[MATRIX].int()}, f"{MATRIX} is of dtype int32"),
+        ({f"{LAYER}.mlp.up_proj.bias": ONES}, rf"holds {LAYER}\.mlp\.up_proj\.bias"),
+    ):
+        torch.save(stored | changed, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UnsupportedModelError, match=said):
+            load_target(tmp_path)
 
 
 def test_pickled_weights_that_are_cut_are_refused(tmp_path: Path) -> None:

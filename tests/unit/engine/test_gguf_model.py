@@ -1,9 +1,8 @@
 """From GGUF files to what transformers has: parameters, configuration and tokenizer."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModelError
@@ -26,116 +24,9 @@ from engine.quantization.weights import QuantizedWeight
 from scheduler.messages import Role
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import ModelTokenizer
+from tests.support.gguf_models import SHAPE, TOKENS, Change, shape_of, stated, write_model
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = [("h", "i"), ("1", "2"), ("12", "3"), ("Ġ", "hi")]
-BYTES = sorted(ByteLevel.alphabet())
-TOKENS = [*BYTES, *("".join(pair) for pair in MERGES), *SPECIAL, "<tool>", "[PAD264]"]
-TYPES = [1] * (len(BYTES) + len(MERGES)) + [3] * len(SPECIAL) + [4, 5]
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 288,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-}
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-GEMMA3: dict[str, Any] = {
-    "sliding_window": 9,
-    "query_pre_attn_scalar": 16,
-    "layer_types": ["sliding_attention", "sliding_attention"],
-    "rope_parameters": {"sliding_attention": ROPE, "full_attention": SHAPE["rope_parameters"]},
-}
 SILENT: Callable[[str, float | None], None] = lambda message, fraction: None  # noqa: E731
-
-Change = Callable[[gguf.GGUFWriter], None]
-
-
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's conversion has the rows of queries and keys."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
-
-
-def write_model(
-    path: Path,
-    kind: str,
-    tied: bool = False,
-    quantized: bool = False,
-    pre: str = "smollm",
-    changes: Iterable[Change] = (),
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, torch.Tensor]:
-    """The parameters of the model that the file then holds, by transformers' names. `types` of layers other than Q8_0,
-    where it is `quantized`."""
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **shape_of(kind))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-        if parameter.dim() == 1:
-            # So few digits that adding 1 rounds none off.
-            parameter.detach().copy_((parameter * 64).round() / 64)
-    architecture = kind.removesuffix("_text")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], SHAPE["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, architecture)
-    if kind == "gemma3_text":
-        writer.add_sliding_window(GEMMA3["sliding_window"])
-    writer.add_context_length(SHAPE["max_position_embeddings"])
-    writer.add_embedding_length(SHAPE["hidden_size"])
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_block_count(SHAPE["num_hidden_layers"])
-    writer.add_head_count(SHAPE["num_attention_heads"])
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(SHAPE["rms_norm_eps"])
-    writer.add_rope_freq_base(SHAPE["rope_parameters"]["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(TYPES)
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
-    writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
-    writer.add_bos_token_id(TOKENS.index("<|im_start|>"))
-    writer.add_chat_template("{{ messages }}")
-    for change in changes:
-        change(writer)
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        data = parameter.detach().numpy()
-        stem, suffix = name.rsplit(".", 1)
-        stored = data
-        if kind == "llama" and (heads := heads_of(name)):
-            stored = interleaved(data, heads)
-        if kind == "gemma3_text" and name.endswith("norm.weight"):
-            stored = data + 1
-        raw = None
-        if quantized and data.ndim == 2:
-            raw = gguf.GGMLQuantizationType[types.get(stem.rpartition(".")[2], "Q8_0")]
-            data = gguf.quants.dequantize(gguf.quants.quantize(data, raw), raw)
-            stored = gguf.quants.quantize(stored, raw)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=raw)
-        parameters[name] = torch.from_numpy(data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return parameters
-
-
-def shape_of(kind: str) -> dict[str, Any]:
-    return SHAPE | GEMMA3 if kind == "gemma3_text" else SHAPE
-
-
-def heads_of(name: str) -> int:
-    if "q_proj" in name:
-        return int(SHAPE["num_attention_heads"])
-    return int(SHAPE["num_key_value_heads"]) if "k_proj" in name else 0
 
 
 @pytest.fixture(autouse=True)
@@ -268,15 +159,6 @@ def test_scaled_rotary_positions_are_told(change: Change, expected: dict[str, An
     assert dict(gguf_weights(GgufFile(folder / "model.gguf"), config)).keys() == parameters.keys()
 
 
-def stated(key: str, value: int | str | list[Any]) -> Change:
-    def change(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0].pop(key, None)
-        adding = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
-        adding[type(value)](key, value)
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -290,7 +172,11 @@ def stated(key: str, value: int | str | list[Any]) -> Change:
         (stated("tokenizer.ggml.model", "bert"), "tokenizer.ggml.model is 'bert', must be gpt2 or llama"),
         (stated("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre is 'tekken', must be one of"),
         (stated("tokenizer.ggml.merges", ["no pair here"]), "its tokenizer cannot be made"),
-        (stated("tokenizer.ggml.tokens", ["a"] * 265), "tokenizer.ggml.tokens is"),
+        (
+            stated("tokenizer.ggml.tokens", ["a"] * 265),
+            "tokenizer.ggml.tokens[1] is 'a', must be another than tokens[0]",
+        ),
+        (stated("tokenizer.ggml.token_type", [1] * 9), "tokenizer.ggml.token_type is '9 numbers', must be 265"),
         (stated("tokenizer.ggml.eos_token_id", 999), "tokenizer.ggml.eos_token_id is 999, must be below 265"),
         (
             lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)),

@@ -33,8 +33,8 @@ from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
 from scheduler.messages import PromptScoring
 from scheduler.sampling import SamplingParameters
+from tests.support.gguf_models import write_model
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
-from tests.unit.engine.test_gguf_model import write_model
 
 GB = 10**9
 GPUS = (24, 141)

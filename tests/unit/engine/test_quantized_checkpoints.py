@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import LlamaConfig
 
 from engine.errors import UnsupportedModelError
 from engine.models.compatibility import check_config
+from engine.models.reading import read_config
 from engine.quantization.checkpoints import checkpoint_weights
 from engine.quantization.weights import QuantizedWeight
 
@@ -300,11 +302,83 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_tensor(
     assert "\n" not in str(refused.value)
 
 
+PLAIN = Case(FP8, {"weight": torch.ones(24, 96)}, np.ones((24, 96)), None)
+ZERO, ONE = torch.zeros(24, 1), torch.ones(24, 1)
+LEFT_OVER = [
+    (PACKED, "weight_scale_inv", ONE),
+    (PACKED, "qzeros", ONE.int()),
+    (BYTES, "scales", ONE),
+    (BYTES, "weight_shape", torch.tensor([24, 96])),
+    (BYTES, "g_idx", torch.arange(96)),
+    (awq(), "g_idx", torch.arange(128)),
+    (gptq(4), "weight_scale", ONE),
+    (FP8_ONE, "weight_scale_inv", torch.ones(1)),
+    (FP8_ONE, "weight_zero_point", torch.ones(1)),
+    (PLAIN, "weight_scale", ONE),
+    (PLAIN, "weight_zero_point", ONE.char()),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "tensor"), LEFT_OVER)
+def test_a_part_of_codes_that_no_weight_takes_is_refused(
+    case: Case, name: str, tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    # Of two scales of FP8, one is taken.
+    left = "weight_scale" if case is FP8_ONE and name == "weight_scale_inv" else name
+    config = write(tmp_path, Case(case.quantization, {**case.tensors, name: tensor}, case.expected, case.form))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"holds {LAYER}\.{left}, which its configuration has no place for"
+    ):
+        list(checkpoint_weights(tmp_path, config))
+    assert dict(checkpoint_weights(tmp_path, config, ignored=[f"*.{left}"])).keys() == {WEIGHT, NORM}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_under_another_name_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    more = {"experts": torch.ones(24, 96).to(dtype)}
+    config = write(tmp_path, Case(FP8, {**FP8_ONE.tensors, **more}, FP8_ONE.expected, None))
+    with pytest.raises(UnsupportedModelError, match=rf"{LAYER}\.experts is of dtype \w+, must be"):
+        list(checkpoint_weights(tmp_path, config))
+
+
+def test_scales_of_activations_and_of_no_shift_change_nothing(tmp_path: Path) -> None:
+    more = {
+        name: torch.ones(1) for name in ("input_scale", "output_scale", "k_scale", "v_scale", "kv_scale", "q_scale")
+    }
+    tensors = {**FP8_ONE.tensors, **more, "weight_zero_point": ZERO}
+    config = write(tmp_path, Case(FP8, tensors, FP8_ONE.expected, None))
+    read = dict(checkpoint_weights(tmp_path, config))
+    assert read.keys() == {WEIGHT, NORM}
+    np.testing.assert_allclose(read[WEIGHT].numpy(), FP8_ONE.expected, rtol=2e-6, atol=2e-6)
+
+
+STATED = {
+    "config.json": {"quantization_config": FP8},
+    "config.json, as older ones": {
+        "compression_config": {"format": "float-quantized", "config_groups": {}, "quantization_status": "frozen"}
+    },
+    "config.json, by ModelOpt": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+    "hf_quant_config.json": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+    "hf_quant_config.json, by outputs": {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}},
+}
+
+
+@pytest.mark.parametrize("place", STATED)
+def test_a_quantization_is_found_wherever_checkpoints_state_it(place: str, tmp_path: Path) -> None:
+    write(tmp_path, FP8_ONE)
+    LlamaConfig().save_pretrained(tmp_path)
+    file = tmp_path / place.partition(",")[0]
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | STATED[place]))
+    read = dict(checkpoint_weights(tmp_path, read_config(tmp_path)))
+    np.testing.assert_allclose(read[WEIGHT].numpy(), FP8_ONE.expected, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ({"quant_method": "aqlm"}, "quantised by aqlm, which are not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "in format gemv, must be gemm"),
+        ({"quant_method": "modelopt to NVFP4"}, "quantised by modelopt to NVFP4, which are not supported"),
         ({"quant_method": "awq", "bits": 8}, "to 8 bits, must be 4"),
         ({"quant_method": "gptq", "bits": 3}, "to 3 bits, must be 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in format marlin, must be gptq or"),

@@ -1,0 +1,225 @@
+"""GGUF files give the tokens of the transformers models that they were written from, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import UnsupportedModelError
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.settings import EngineSettings
+from tests.support.decoding import decoded, generated
+from tests.support.gguf_models import SHAPE, TOKENS, Change, added, random_model, stated, write_model
+from tests.support.ranks import target_of_ranks
+
+PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 38]]
+NEW_TOKENS = 8
+LINEAR = {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def settings_of(file: Path, **more: Any) -> EngineSettings:
+    return EngineSettings(str(file), "float32", threads=1, kv_pages=16, exact=False, **more)
+
+
+def expected_tokens(model: PreTrainedModel) -> list[list[int]]:
+    """Those without a name in the file are none."""
+    nameless = list(range(len(TOKENS) - 1, SHAPE["vocab_size"]))
+    return [generated(model, prompt, NEW_TOKENS, suppress_tokens=nameless) for prompt in PROMPTS]
+
+
+def agreeing(kind: str, tied: bool = False, **fields: Any) -> PreTrainedModel:
+    """Weights of moderate size, so that biases, positions and the head all decide which token comes next."""
+    model = random_model(kind, tied, **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.25 if parameter.dim() > 1 else 1
+    return model
+
+
+def in_parts(file: Path, model: PreTrainedModel) -> Path:
+    write_model(file, "llama", model=model, part_tensors=7)
+    return file.with_name(f"{file.stem}-00001-of-00003.gguf")
+
+
+def scaled(key: str) -> Callable[[Path, PreTrainedModel], Path]:
+    def write(file: Path, model: PreTrainedModel) -> Path:
+        write_model(file, "llama", model=model, changes=[stated(f"llama.rope.{key}", 4.0)])
+        return file
+
+    return write
+
+
+def plainly(kind: str, *without: str) -> Callable[[Path, PreTrainedModel], Path]:
+    def write(file: Path, model: PreTrainedModel) -> Path:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in without):
+                    parameter.zero_()
+        write_model(file, kind, model=model, without=without)
+        return file
+
+    return write
+
+
+FILES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[Path, PreTrainedModel], Path]]] = {
+    "in parts": (lambda: agreeing("llama"), in_parts),
+    "biases": (lambda: agreeing("llama", **BIASED), plainly("llama")),
+    "biases of some layers": (
+        lambda: agreeing("llama", **BIASED),
+        plainly("llama", "o_proj.bias", "0.self_attn.k_proj.bias", "down_proj.bias"),
+    ),
+    "biases of qwen3": (lambda: agreeing("qwen3", attention_bias=True), plainly("qwen3")),
+    "scale_linear": (lambda: agreeing("llama", rope_parameters=LINEAR), scaled("scale_linear")),
+    "a linear factor": (lambda: agreeing("llama", rope_parameters=LINEAR), scaled("scaling.factor")),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_gives_the_tokens_of_its_model(name: str, ranks: int, tmp_path: Path) -> None:
+    make, write = FILES[name]
+    model = make()
+    file = write(tmp_path / "small.gguf", model)
+    settings = settings_of(file, tensor_parallel_size=ranks)
+    alone = nullcontext(load_target_engine(settings, lambda *_: None)) if ranks == 1 else target_of_ranks(settings)
+    with alone as engine:
+        found = decoded(engine, PROMPTS, NEW_TOKENS, (3, 5))
+    expected = expected_tokens(model)
+    assert [[token for token, _ in output] for output in found] == expected
+    # What the file says beyond plain weights decides: without, the tokens are others.
+    assert name == "in parts" or expected != expected_tokens(agreeing("llama"))
+
+
+KEY, TENSOR = "is not supported: without, the text may be wrong", "has no place for: without, the text may be wrong"
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "a bias of a norm": ("llama", added("blk.0.attn_norm.bias", 64), rf"blk\.0\.attn_norm\.bias, .*{TENSOR}"),
+    "a bias that qwen2 does not have": ("qwen2", added("blk.1.attn_output.bias", 64), r"blk\.1\.attn_output\.bias"),
+    "a bias of feed-forward layers": ("qwen3", added("blk.1.ffn_up.bias", 96), r"blk\.1\.ffn_up\.bias"),
+    "norms of heads": ("llama", added("blk.0.attn_q_norm.weight", 16), rf"blk\.0\.attn_q_norm\.weight, .*{TENSOR}"),
+    "a bias of the head": ("llama", added("output.bias", 288), rf"output\.bias, .*{TENSOR}"),
+    "experts": ("llama", added("blk.0.ffn_gate_exps.weight", 4), rf"blk\.0\.ffn_gate_exps\.weight, .*{TENSOR}"),
+    "one more layer": ("llama", added("blk.2.attn_norm.weight", 64), rf"blk\.2\.attn_norm\.weight, .*{TENSOR}"),
+    "long factors": ("llama", added("rope_factors_long.weight", 8), rf"rope_factors_long\.weight, .*{TENSOR}"),
+    "factors of another family": (
+        "gemma3_text",
+        added("rope_freqs.weight", 9),
+        "rope_freqs.weight holds other factors",
+    ),
+    "a scale of codes": ("llama", added("blk.0.attn_q.scale", 1), rf"blk\.0\.attn_q\.scale, .*{TENSOR}"),
+    "an adapter's tensor": ("llama", added("blk.0.attn_q.weight.lora_a", 64), r"blk\.0\.attn_q\.weight\.lora_a"),
+    "a control vector": ("llama", added("direction.1", 64), rf"direction\.1, .*{TENSOR}"),
+    "an unknown key": (
+        "llama",
+        stated("llama.attention.temperature", 2.0),
+        rf"llama\.attention\.temperature is 2\.0, .*{KEY}",
+    ),
+    "a scale of logits": ("llama", stated("llama.logit_scale", 0.5), rf"llama\.logit_scale is 0\.5, which {KEY}"),
+    "a soft cap": ("llama", stated("llama.final_logit_softcapping", 30.0), r"llama\.final_logit_softcapping is 30\.0"),
+    "a window": ("qwen2", stated("qwen2.attention.sliding_window", 8), r"qwen2\.attention\.sliding_window is 8"),
+    "windows in other layers": (
+        "gemma3_text",
+        stated("gemma3.attention.sliding_window_pattern", 5),
+        r"gemma3\.attention\.sliding_window_pattern is 5",
+    ),
+    "a window's base": ("llama", stated("llama.rope.freq_base_swa", 1e4), r"llama\.rope\.freq_base_swa is 10000"),
+    "sections": (
+        "qwen2",
+        stated("qwen2.rope.dimension_sections", [4, 4]),
+        r"qwen2\.rope\.dimension_sections is \[4, 4\]",
+    ),
+    "expert count": ("llama", stated("llama.expert_count", 8), r"llama\.expert_count is 8"),
+    "another order of rows": (
+        "llama",
+        stated("llama.tensor_data_layout", "new"),
+        r"llama\.tensor_data_layout is 'new'",
+    ),
+    "both directions": ("llama", stated("llama.attention.causal", False), r"llama\.attention\.causal is False"),
+    "no model": ("llama", stated("general.type", "adapter"), r"general\.type is 'adapter'"),
+    "older codes": ("llama", stated("general.quantization_version", 1), r"general\.quantization_version is 1"),
+    "another way to sample": ("llama", stated("general.sampling.mirostat", 2), r"general\.sampling\.mirostat is 2"),
+    "a map of characters": (
+        "llama",
+        stated("tokenizer.ggml.precompiled_charsmap", [1]),
+        r"precompiled_charsmap is \[1\]",
+    ),
+    "an unknown key of tokens": (
+        "llama",
+        stated("tokenizer.ggml.add_suffix", True),
+        r"tokenizer\.ggml\.add_suffix is True",
+    ),
+    "another tokenizer": ("llama", stated("tokenizer.rwkv.world", "x"), r"tokenizer\.rwkv\.world is 'x'"),
+    "an adapter": ("llama", stated("adapter.lora.alpha", 8.0), r"adapter\.lora\.alpha is 8\.0"),
+    "factors beside yarn": (
+        "llama",
+        lambda writer: [change(writer) for change in (stated("llama.rope.scaling.type", "yarn"), FACTORS)],
+        "scaling.type is 'yarn', must be none beside rope_freqs.weight",
+    ),
+    "two factors": (
+        "llama",
+        lambda writer: [stated(f"llama.rope.{key}", value)(writer) for key, value in TWO_FACTORS.items()],
+        r"llama\.rope\.scaling\.factor and llama\.rope\.scale_linear is .*, must be equal",
+    ),
+}
+FACTORS = added("rope_freqs.weight", SHAPE["head_dim"] // 2)
+TWO_FACTORS = {"scaling.factor": 4.0, "scale_linear": 2.0}
+LOADS = {"target": load_target_engine, "draft": load_draft_engine}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nothing_takes_is_refused_by_name(name: str, load: str, tmp_path: Path) -> None:
+    kind, change, said = REFUSED[name]
+    write_model(tmp_path / "small.gguf", kind, changes=[change])
+    with pytest.raises(UnsupportedModelError, match=rf"^small\.gguf.*{said}") as refused:
+        LOADS[load](settings_of(tmp_path / "small.gguf"), lambda *_: None)
+    assert "\n" not in str(refused.value)
+
+
+HARMLESS: dict[str, object] = {
+    "general.name": "Small",
+    "general.type": "model",
+    "general.quantization_version": 2,
+    "general.base_model.0.name": "Smaller",
+    "quantize.imatrix.dataset": "notes.txt",
+    "somebody.version": 3,
+    "tokenizer.chat_template.tool_use": "{{ tools }}",
+    "tokenizer.ggml.fim_pre_token_id": 7,
+    "tokenizer.ggml.add_sep_token": False,
+    "llama.vocab_size": 288,
+    "llama.expert_count": 0,
+    "llama.rope.scaling.finetuned": False,
+    "llama.attention.causal": True,
+    "llama.attention.sliding_window": 4096,
+    "llama.tensor_data_layout": "Meta AI original pth",
+}
+
+
+def test_what_changes_nothing_is_served_and_the_rest_may_be_left_out(tmp_path: Path) -> None:
+    model = agreeing("llama")
+    changes = [stated(key, value) for key, value in HARMLESS.items()]
+    changes.append(lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)))
+    file = tmp_path / "small.gguf"
+    write_model(file, "llama", model=model, changes=changes)
+    expected = expected_tokens(model)
+    plain = load_target_engine(settings_of(file), lambda *_: None)
+    assert [[token for token, _ in output] for output in decoded(plain, PROMPTS, NEW_TOKENS)] == expected
+
+    more = [added("direction.1", 64), stated("llama.note", 3), stated("general.sampling.mirostat", 2)]
+    write_model(file, "llama", model=model, changes=[*changes, *more])
+    ignored = ("direction.*", "llama.note", "general.sampling.mirostat")
+    for missing in range(len(ignored)):
+        some = ignored[:missing] + ignored[missing + 1 :]
+        with pytest.raises(UnsupportedModelError, match=ignored[missing].rstrip("*")):
+            load_target_engine(settings_of(file, ignore_tensors=some), lambda *_: None)
+    served = load_target_engine(settings_of(file, ignore_tensors=ignored), lambda *_: None)
+    assert [[token for token, _ in output] for output in decoded(served, PROMPTS, NEW_TOKENS)] == expected
+    left_out = {part for part in served.description.fingerprint if part not in plain.description.fingerprint}
+    assert left_out == {"ignore_tensors"}
