@@ -17,6 +17,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from engine.quantization.gguf_file import part_paths
 from scheduler.messages import Role
 
 DEMO = "demo"
@@ -156,8 +157,10 @@ def resolve_model(name: str, role: Role) -> ModelSource:
 
 
 def _gguf_in_folder(name: str, folder: Path, role: Role) -> ModelSource:
-    """The model of the only GGUF file in a folder without a configuration; a chat template may lie beside it."""
-    found = sorted(path.name for path in folder.glob("*.gguf"))
+    """The model of the only GGUF file, in one part or several, in a folder without a configuration; a chat template may
+    lie beside it."""
+    files = sorted(folder.glob("*.gguf"))
+    found = [path.name for path in files if part_paths(path)[0] == path] or [path.name for path in files]
     if not found:
         raise ModelNotFoundError(f"{name}: the folder holds no config.json and no GGUF file, so no model")
     if len(found) > 1:

@@ -46,7 +46,7 @@ def agreeing(kind: str, tied: bool = False, **fields: Any) -> PreTrainedModel:
 
 def in_parts(file: Path, model: PreTrainedModel) -> Path:
     write_model(file, "llama", model=model, part_tensors=7)
-    return file.with_name(f"{file.stem}-00001-of-00003.gguf")
+    return file.parent
 
 
 def scaled(key: str) -> Callable[[Path, PreTrainedModel], Path]:
