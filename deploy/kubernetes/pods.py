@@ -13,6 +13,8 @@ from scheduler.messages import Role
 
 GATEWAY_GROUP = "gateway"
 
+_READ_BY_MANY = "whoever may read manifests would read it"
+
 # A pod has more time than its replica has for draining: for Ray and Serve to take notice, and for processes to end.
 _NOTICE_SECONDS = 15
 END_SECONDS = 15
@@ -98,6 +100,10 @@ def _problems(config: SpoolConfig) -> Iterator[tuple[str, str]]:
         yield "gateway.host", f"is {gateway.host!r}, must be 0.0.0.0 or :: to be reached from outside its pod"
     if config.ray.address is not None:
         yield "ray.address", f"is {config.ray.address!r}, must be unset: KubeRay says where Ray is"
+    if config.auth.api_keys:
+        yield "auth.api_keys", f"has keys, must be empty: {_READ_BY_MANY}, so name a variable in auth.api_keys_env"
+    if config.internal.token is not None:
+        yield "internal.token", f"is a token, must be unset: {_READ_BY_MANY}, so name a variable in internal.token_env"
     if not config.internal.chosen:
         yield "internal", "names neither a token nor TLS, must: an update would replace every replica for a new token"
     yield from _placement_problems(config)

@@ -132,8 +132,7 @@ def test_only_the_cell_reaches_workers_and_scheduler(manifests: list[Manifest]) 
 
     def open_to(labels: dict[str, str]) -> list[dict[str, Any]]:
         chosen = [one for one in policies if one["podSelector"]["matchLabels"].items() <= labels.items()]
-        assert all(one["policyTypes"] == ["Ingress"] for one in chosen)
-        return [rule for one in chosen for rule in one["ingress"]]
+        return [rule for one in chosen if "Ingress" in one["policyTypes"] for rule in one["ingress"]]
 
     cell = {"from": [{"podSelector": {"matchLabels": pods}}]}
     for group in ("target", "draft"):
@@ -143,6 +142,37 @@ def test_only_the_cell_reaches_workers_and_scheduler(manifests: list[Manifest]) 
     head = open_to({**pods, "ray.io/group": "headgroup", "ray.io/node-type": "head"})
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
     assert head == [cell, {"from": [operator], "ports": [{"port": "dashboard"}]}]
+
+
+def test_pods_reach_the_cell_names_and_https_alone(manifests: list[Manifest]) -> None:
+    """Ray's head also its Redis, and Kubernetes where it scales."""
+    policies = [one["spec"] for one in manifests if one["kind"] == "NetworkPolicy"]
+    dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+    common = [
+        {"to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "spool"}}}]},
+        {"ports": [*dns, {"port": 443, "protocol": "TCP"}]},
+    ]
+    redis = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "spool-redis"}}}
+    of_head = [{"to": [redis], "ports": [{"port": "redis"}]}, {"ports": [{"port": 6443}]}]
+    scales = cluster(manifests)["enableInTreeAutoscaling"]
+    for labels in labels_of_pods(manifests):
+        chosen = [one for one in policies if one["podSelector"]["matchLabels"].items() <= labels.items()]
+        rules = [one["egress"] for one in chosen if "Egress" in one["policyTypes"]]
+        assert rules, labels
+        if labels.get("ray.io/node-type") == "head" and scales:
+            assert sorted(rules, key=str) == sorted([common, of_head], key=str)
+        elif labels.get("app.kubernetes.io/name") == "spool-redis":
+            assert rules == [[]]
+        else:
+            assert rules == [common]
+
+
+def test_only_gateways_have_the_keys_of_clients(manifests: list[Manifest]) -> None:
+    for group, spec in pod_specs(manifests).items():
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            references = [one.get("valueFrom", {}).get("secretKeyRef", {}).get("key") for one in container["env"]]
+            known = {"api-keys", "metrics-key"} & set(references)
+            assert known == ({"api-keys", "metrics-key"} if group == "gateway" else set()), group
 
 
 def test_pods_run_ray_as_spool_serve_does(

@@ -29,7 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 MODEL = "tiny"
 # The key that `stream_all` shows.
 KEY = "none"
-SECRETS = {"SPOOL_API_KEYS": f"another,{KEY}", "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef"}
+METRICS_KEY = "of-prometheus"
+SECRETS = {
+    "SPOOL_API_KEYS": f"another,{KEY}",
+    "SPOOL_METRICS_KEYS": METRICS_KEY,
+    "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef",
+}
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ def test_the_heads_pod_stays_while_there_are_replicas(cell: Cell) -> None:
 
 def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
     """Of the gateway's own page and, as Prometheus takes them, of Ray's metrics ports."""
-    page = httpx.get(f"{cell.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LONG).text
+    page = httpx.get(f"{cell.url}/metrics", headers={"Authorization": f"Bearer {METRICS_KEY}"}, timeout=LONG).text
     own = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     assert len({sample.name for sample in own}) > 10
 
@@ -175,9 +180,9 @@ def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
     )
     series = [{"__name__": sample.name, **sample.labels} for sample in own] + of_scheduler()
     expressions = {**alert_expressions(), **panel_expressions()}
-    # Kinds of errors have no sample before the first error, and ends none before the first end.
-    begun = {"spool_request_failure_total", "spool_request_success_total"}
+    # Kinds of errors have no sample before the first error, ends none before the first end, certificates none without TLS.
+    begun = {"spool_request_failure_total", "spool_request_success_total", "spool_certificate_expiry_timestamp_seconds"}
     names = {one["__name__"] for one in series} | begun
     assert set().union(*map(names_in, expressions.values())) - names == set()
     labels = {"namespace"}.union(*series)
-    assert set().union(*map(labels_in, expressions.values())) - labels <= {"kind", "finished_reason"}
+    assert set().union(*map(labels_in, expressions.values())) - labels <= {"kind", "finished_reason", "server"}
