@@ -26,7 +26,7 @@ from engine.drafting.head import DraftingHead, HeadWeights
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import PagedKv
 from engine.layers.linear import joined
-from engine.leftovers import refuse_unused
+from engine.leftovers import changes_nothing, refuse_unused
 from engine.models.compatibility import has_moving_rope
 from engine.models.drafting_head import FEATURES, feature_layers, read_head_config
 from engine.models.weights import safetensors_files, wrong_shape
@@ -67,7 +67,7 @@ class EagleHead(DraftingHead):
         self._columns = vocabulary_size if self.token_ids is None else rows
         weights = HeadWeights(folder, stored, model.dtype, model.device)
         self._take(weights, rows)
-        refuse_unused(folder.name, weights.stored, ignored)
+        refuse_unused(folder.name, (name for name in weights.stored if not changes_nothing(name)), ignored)
         if self.token_ids is not None:
             self.token_ids = self.token_ids.to(model.device)
 

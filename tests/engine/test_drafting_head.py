@@ -235,7 +235,20 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         ("llama", {}, {"fc.weight": None}, "holds no fc.weight"),
         ("llama", {}, {"fc.weight": SQUARE}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
         ("llama", {}, {"norm.weight": NO_NUMBERS}, "norm.weight holds a value that is not a finite number"),
-        ("llama", {}, {"midlayer.extra": torch.zeros(1)}, "holds midlayer.extra"),
+        ("llama", {}, {"midlayer.extra": torch.zeros(1)}, "holds midlayer.extra, which its configuration has no"),
+        (
+            "llama",
+            {},
+            {"fc.weight": torch.zeros(64, 192).to(torch.float8_e4m3fn)},
+            "fc.weight is of dtype float8_e4m3fn",
+        ),
+        ("llama", {}, {"norm.weight": torch.ones(64).int()}, "norm.weight is of dtype int32"),
+        (
+            "llama",
+            {},
+            {"fc.weight_scale": torch.ones(1)},
+            "holds fc.weight_scale, which its configuration has no",
+        ),
         ("llama", {}, {"d2t": None}, "holds no d2t"),
         ("llama", {}, {"d2t": torch.arange(48).flip(0) * 2}, "in ascending order"),
         ("llama", {}, {"d2t": torch.full((48,), 49)}, "must name tokens of the target's 96"),
@@ -246,6 +259,15 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         ("glm4_moe", {}, {"mlp.experts.3.up_proj.weight": None}, "the MTP layer of target cannot be loaded"),
         ("mimo", {}, {"self_attn.q_proj.bias": NO_NUMBERS.repeat(2)}, "q_proj.bias holds a value that is not a fin"),
         ("mimo", {}, {"final_layernorm.weight": None}, "holds no final_layernorm.weight"),
+        (
+            "mimo",
+            {},
+            {"self_attn.o_proj.bias": torch.ones(64)},
+            "o_proj.bias, which its configuration has no",
+        ),
+        ("mimo", {}, {"input_proj.weight_scale": torch.ones(1)}, r"mtp_layers\.0\.input_proj\.weight_scale, which its"),
+        ("glm4_moe", {}, {"eh_proj.weight_scale": torch.ones(1)}, r"layers\.4\.eh_proj\.weight_scale, which its"),
+        ("glm4_moe", {}, {"enorm.bias": torch.ones(64)}, "enorm.bias, which its configuration has no place for"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(
@@ -268,6 +290,20 @@ def test_a_head_that_does_not_fit_is_refused(
         head = str(save_head(tmp_path / "changed", config, changed))
     with pytest.raises(UnsupportedModelError, match=reason):
         load(folder, head)
+
+
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_what_a_head_does_not_take_may_be_left_out(family: str, tmp_path: Path) -> None:
+    extra = {"extra.weight": torch.ones(1), "self_attn.rotary_emb.inv_freq": torch.ones(1)}
+    folder, head = tmp_path / "target", "mtp"
+    if family in FAMILIES:
+        save_target(folder, family, LAYERS, extra)
+    else:
+        config = head_config(pair(tmp_path, family, {})[2].target)
+        head = str(save_head(tmp_path / "changed", config, head_tensors(config) | extra))
+    with pytest.raises(UnsupportedModelError, match=r"extra\.weight"):
+        load(folder, head)
+    load(folder, head, ignore_tensors=("*extra.weight",))
 
 
 def test_an_mtp_layer_of_a_quantised_checkpoint_is_expanded(tmp_path: Path) -> None:

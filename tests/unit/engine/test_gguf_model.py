@@ -1,6 +1,7 @@
 """From GGUF files to what transformers has: parameters, configuration and tokenizer."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModelError
+from engine.exactness.fingerprint import folder_parts
 from engine.models.fetching import fetch_model
 from engine.models.memory_plan import model_memory
-from engine.models.source import ModelNotFoundError, resolve_model
+from engine.models.source import ModelNotFoundError, resolve_model, weights_path
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_folder import gguf_folder
 from engine.quantization.gguf_model import gguf_weights
 from engine.quantization.weights import QuantizedWeight
 from scheduler.messages import Role
+from services.gateway.settings import model_sampling_defaults
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import ModelTokenizer
 from tests.support.gguf_models import SHAPE, TOKENS, Change, shape_of, stated, write_model
@@ -159,6 +162,11 @@ def test_scaled_rotary_positions_are_told(change: Change, expected: dict[str, An
     assert dict(gguf_weights(GgufFile(folder / "model.gguf"), config)).keys() == parameters.keys()
 
 
+def more_tokens(writer: gguf.GGUFWriter) -> None:
+    stated("tokenizer.ggml.tokens", TOKENS + [f"<more {number}>" for number in range(30)])(writer)
+    stated("tokenizer.ggml.token_type", [*writer.kv_data[0]["tokenizer.ggml.token_type"].value, *[1] * 30])(writer)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -177,6 +185,7 @@ def test_scaled_rotary_positions_are_told(change: Change, expected: dict[str, An
             "tokenizer.ggml.tokens[1] is 'a', must be another than tokens[0]",
         ),
         (stated("tokenizer.ggml.token_type", [1] * 9), "tokenizer.ggml.token_type is '9 numbers', must be 265"),
+        (more_tokens, "tokenizer.ggml.tokens[288] is '<more 23>', must be below 288, the rows of token_embd.weight"),
         (stated("tokenizer.ggml.eos_token_id", 999), "tokenizer.ggml.eos_token_id is 999, must be below 265"),
         (
             lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)),
@@ -191,6 +200,117 @@ def test_what_cannot_be_served_is_refused(change: Change, said: str, tmp_path: P
     assert str(caught.value).startswith("small.gguf: ")
     assert said in str(caught.value)
     assert list((cache / "gguf").iterdir()) == []
+
+
+def test_fillers_of_the_embedding_may_have_the_same_name(tmp_path: Path) -> None:
+    fillers = [stated("tokenizer.ggml.tokens", [*TOKENS, *["[PAD]"] * 30])]
+    fillers.append(stated("tokenizer.ggml.token_type", [1] * (len(TOKENS) - 1) + [5] * 31))
+    write_model(tmp_path / "small.gguf", "llama", changes=fillers)
+    tokenizer = Tokenizer.from_file(str(gguf_folder(tmp_path / "small.gguf", SILENT) / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(True, True), (False, True), (True, False), (False, False)])
+def test_tokens_around_a_text_are_those_that_the_file_asks_for(begins: bool, ends: bool, tmp_path: Path) -> None:
+    asked = [stated("tokenizer.ggml.add_bos_token", begins), stated("tokenizer.ggml.add_eos_token", ends)]
+    write_model(tmp_path / "small.gguf", "llama", changes=asked)
+    tokenizer = Tokenizer.from_file(str(gguf_folder(tmp_path / "small.gguf", SILENT) / "tokenizer.json"))
+    first, last = ["<|im_start|>"] * begins, ["<|im_end|>"] * ends
+    assert tokenizer.encode("hi").tokens == [*first, "hi", *last]
+
+
+def test_sampling_and_ends_of_the_file_become_the_model_s_defaults(tmp_path: Path) -> None:
+    sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
+    changes = [stated(f"general.sampling.{name}", value) for name, value in sampling.items()]
+    changes.append(stated("tokenizer.ggml.eom_token_id", TOKENS.index("<tool>")))
+    write_model(tmp_path / "small.gguf", "llama", changes=changes)
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    defaults = model_sampling_defaults(folder)
+    found = (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p, defaults.repetition_penalty)
+    assert found == tuple(sampling.values())
+    assert TOKENS.index("<tool>") in json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+
+def in_parts(tmp_path: Path) -> list[Path]:
+    write_model(tmp_path / "small.gguf", "llama", part_tensors=7)
+    return sorted(tmp_path.glob("small-*.gguf"))
+
+
+def test_a_file_in_parts_is_that_of_one(tmp_path: Path) -> None:
+    parameters = write_model(tmp_path / "one.gguf", "llama")
+    first, *others = in_parts(tmp_path)
+    folder = gguf_folder(first, SILENT)
+    config = AutoConfig.from_pretrained(folder)
+    assert not config.tie_word_embeddings
+    found = dict(gguf_weights(GgufFile(weights_path(folder)), config))
+    assert found.keys() == parameters.keys()
+    assert all(torch.equal(found[name], expected) for name, expected in parameters.items())
+    one = gguf_folder(tmp_path / "one.gguf", SILENT)
+    assert model_memory("target", folder, "auto", 64).weights == model_memory("target", one, "auto", 64).weights
+    whole = folder_parts(folder)
+    content = others[-1].read_bytes()
+    others[-1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert folder_parts(folder)["weights"] != whole["weights"]
+
+
+def rename(number: int, name: str) -> Callable[[list[Path]], Path]:
+    def change(parts: list[Path]) -> Path:
+        moved = parts[number].rename(parts[number].with_name(name))
+        return moved if number == 0 else parts[0]
+
+    return change
+
+
+def lose(parts: list[Path]) -> Path:
+    parts[1].unlink()
+    return parts[0]
+
+
+def repeat(parts: list[Path]) -> Path:
+    parts[2].write_bytes(parts[1].read_bytes())
+    return parts[0]
+
+
+def count(parts: list[Path]) -> Path:
+    content = bytearray(parts[0].read_bytes())
+    at = content.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    content[at : at + 4] = struct.pack("<i", 20)
+    parts[0].write_bytes(content)
+    return parts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda parts: parts[1],
+            "small-00002-of-00003.gguf: split.no is 1, must be 0: models in parts are",
+        ),
+        (lose, "small-00001-of-00003.gguf is one of 3 parts, of which small-00002-of-00003.gguf is not in its folder"),
+        (repeat, "small-00003-of-00003.gguf: split.no is 1, must be 2"),
+        (count, "small-00002-of-00003.gguf: split.tensors.count is 21, must be 20, as in small-00001-of-00003.gguf"),
+        (rename(0, "small.gguf"), "small.gguf has 3 parts by its split.count, must be named NAME-00001-of-00003.gguf"),
+        (rename(0, "small-00001-of-00002.gguf"), "small-00001-of-00002.gguf has 3 parts by its split.count"),
+        (rename(2, "other.gguf"), "of which small-00003-of-00003.gguf is not in its folder"),
+    ],
+)
+def test_parts_that_are_not_all_there_are_refused(
+    change: Callable[[list[Path]], Path], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        gguf_folder(change(in_parts(tmp_path)), SILENT)
+    assert said in str(caught.value)
+
+
+def test_a_whole_of_other_parts_is_refused(tmp_path: Path) -> None:
+    first, *others = in_parts(tmp_path)
+    for part in (first, *others):
+        content = bytearray(part.read_bytes())
+        at = content.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+        content[at : at + 4] = struct.pack("<i", 20)
+        part.write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=r"split\.tensors\.count is 20, must be 21, the number of tensors"):
+        gguf_folder(first, SILENT)
 
 
 def test_a_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
