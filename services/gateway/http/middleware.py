@@ -42,6 +42,9 @@ _SHOWN_HOST = 80
 # Closing the connection while a client still sends resets it, and the client never sees the answer.
 _DISCARDED_BYTES = 64 * 1024 * 1024
 
+# Always read: requests of most clients have no more, and all connections together hold little of this size.
+_SMALL_BODY = 64 * 1024
+
 
 class RequestIds:
     """Gives every response the request's x-request-id, or a new one if the request has none of a usable form.
@@ -157,12 +160,15 @@ class _ClientGoneError(Exception):
 class BodyReader:
     """Reads the whole body, within its limits, before the application sees the request.
 
-    Cancels the application when the client goes away, whether a response has begun or not.
+    Where all bodies together hold more than `held_bytes`, only small ones are read. Cancels the application when the
+    client goes away, whether a response has begun or not.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, held_bytes: int, metrics: GatewayMetrics) -> None:
         self._app = app
         self._limits = limits
+        self._most_held = held_bytes
+        self._held = 0
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,14 +176,64 @@ class BodyReader:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read(Headers(scope=scope), receive, self._limits)
+            body = await self._read(Headers(scope=scope), receive)
         except RequestError as error:
             self._metrics.failed(error.kind)
             await error_response(error)(scope, receive, send)
             return
         except _ClientGoneError:
             return
-        await self._run(scope, receive, send, body)
+        try:
+            await self._run(scope, receive, send, body)
+        finally:
+            self._held -= len(body)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """What is returned counts as held. Raises RequestError for a body that is refused, _ClientGoneError if the
+        client goes away."""
+        limit = self._limits.body_bytes
+        length = headers.get("content-length", "")
+        if headers.get("expect") and length.isascii() and length.isdigit() and int(length[:20]) > limit:
+            # The client waits for an answer before it sends the body.
+            raise _too_large(f"{length[:20]} bytes", limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                size, more = await self._read_into(body, receive)
+            if size > limit:
+                raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
+            encoding = headers.get("content-encoding", "identity")
+            if size and encoding.lower() not in ("", "identity"):
+                told = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
+                raise invalid(told, "content-encoding")
+            return bytes(body)
+        except BaseException as error:
+            self._held -= len(body)
+            if isinstance(error, TimeoutError):
+                message = f"the body did not arrive within {self._limits.body_seconds:g} s"
+                raise RequestError(ErrorKind.SLOW_BODY, message, code="body_timeout") from error
+            raise
+
+    async def _read_into(self, body: bytearray, receive: Receive) -> tuple[int, bool]:
+        """How many bytes came, and whether more would come. `body` holds those of a body within the limit."""
+        size, more = 0, True
+        while more and size <= _DISCARDED_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGoneError
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            more = message.get("more_body", False)
+            if size > self._limits.body_bytes:
+                self._held -= len(body)
+                body.clear()
+                continue
+            self._held += len(chunk)
+            body += chunk
+            if size > _SMALL_BODY and self._held > self._most_held:
+                told = "the bodies of the requests under way are too large together"
+                raise RequestError(ErrorKind.UNAVAILABLE, told, code="too_many_bodies")
+        return size, more
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -202,42 +258,6 @@ class BodyReader:
             await asyncio.gather(watcher, run, return_exceptions=True)
         if not run.cancelled():
             run.result()
-
-
-async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
-    """Raises RequestError for a body that is too large or too slow, _ClientGoneError if the client goes away."""
-    limit = limits.body_bytes
-    length = headers.get("content-length", "")
-    if headers.get("expect") and length.isascii() and length.isdigit() and int(length[:20]) > limit:
-        # The client waits for an answer before it sends the body.
-        raise _too_large(f"{length[:20]} bytes", limit)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            more = True
-            while more and size <= _DISCARDED_BYTES:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _ClientGoneError
-                chunk = message.get("body", b"")
-                size += len(chunk)
-                more = message.get("more_body", False)
-                if size <= limit:
-                    chunks.append(chunk)
-                else:
-                    chunks.clear()
-    except TimeoutError as error:
-        raise RequestError(
-            ErrorKind.SLOW_BODY, f"the body did not arrive within {limits.body_seconds:g} s", code="body_timeout"
-        ) from error
-    if size > limit:
-        raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
-    encoding = headers.get("content-encoding", "identity")
-    if size and encoding.lower() not in ("", "identity"):
-        told = f"the body has the content-encoding {shown(encoding)}, must be sent as it is"
-        raise invalid(told, "content-encoding")
-    return b"".join(chunks)
 
 
 def _too_large(size: str, limit: int) -> RequestError:

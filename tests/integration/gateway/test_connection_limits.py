@@ -307,6 +307,30 @@ def test_what_is_no_http_gets_an_error_of_the_same_shape(served: Served, sent: b
     assert (status, code(body)) == (400, "invalid_http")
 
 
+def test_large_bodies_together_have_a_limit_that_small_ones_do_not_meet(slow: Gateways) -> None:
+    def sent(connection: socket.socket, size: int, missing: int = 0) -> None:
+        head = ("content-type: application/json", f"content-length: {size}")
+        whole = request(*head, path="/v1/completions", method="POST") + BODY.ljust(size)
+        connection.sendall(whole[: len(whole) - missing])
+
+    def asked(size: int) -> tuple[int, str]:
+        with connected(served) as connection:
+            sent(connection, size)
+            status, _, body = answer(connection)
+        return status, "" if status == 200 else code(body)
+
+    with attacked(slow, held_body_bytes=2**20) as served:
+        small = [connected(served) for _ in range(17)]
+        for connection in small:
+            sent(connection, 64_000, missing=1)
+        wait_until(lambda: asked(70_000) == (503, "too_many_bodies"), "the small bodies are held")
+        assert asked(64_000) == (200, "")
+        for connection in small:
+            connection.sendall(b" ")
+            assert answer(connection)[0] == 200
+        wait_until(lambda: asked(400_000) == (200, ""), "nothing is held any more")
+
+
 def test_a_line_of_the_log_has_little_of_what_a_client_chose(
     gateways: Gateways, caplog: pytest.LogCaptureFixture
 ) -> None:
