@@ -104,7 +104,7 @@ def code(body: bytes) -> str:
 
 
 def request(*headers: str, path: str = "/ping", method: str = "GET") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: a", "connection: close", *headers, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", *headers, "", ""]).encode()
 
 
 def of_size(size: int) -> bytes:
@@ -139,11 +139,11 @@ def test_headers_have_as_many_bytes_and_lines_as_the_limits_say(
 @pytest.mark.parametrize(
     ("first", "again"),
     [
-        (b"GET /ping HTTP/1.1\r\nhost: a\r\n", b"a:b\r\n" * 10_000),
-        (b"GET /ping HTTP/1.1\r\nhost: a\r\nx: ", b"y" * 65536),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\n", b"a:b\r\n" * 10_000),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\nx: ", b"y" * 65536),
         (b"GET /", b"y" * 65536),
-        (b"GET /ping HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1;", b"y" * 65536),
-        (b"GET /ping HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * 10_000),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1;", b"y" * 65536),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * 10_000),
     ],
     ids=["lines", "value", "path", "chunk extension", "trailers"],
 )
@@ -175,7 +175,7 @@ def test_a_body_has_as_many_chunks_as_the_limit_says(gateways: Gateways) -> None
         (b"", 0),
         (b"GET /ping HTTP/1.1\r\nhost:", 408),
         # The rest of a body that was answered already.
-        (b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n", 408),
+        (b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n", 408),
     ],
     ids=["silent", "headers", "body"],
 )
@@ -227,7 +227,7 @@ def test_connections_without_a_request_are_kept_for_longer_than_by_proxies_and_t
         gateways.serve(GatewaySettings(connections=ConnectionLimits(keep_alive_seconds=SOON))) as served,
         connected(served) as connection,
     ):
-        connection.sendall(b"GET /ping HTTP/1.1\r\nhost: a\r\n\r\n")
+        connection.sendall(b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert answer(connection)[0] == 200
 
 
@@ -253,7 +253,7 @@ def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(gateways: Ga
 
     limits = ConnectionLimits(write_seconds=SOON, total=1)
     with gateways.serve(GatewaySettings(connections=limits)) as served, connected(served) as connection:
-        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500)
         wait_until(lambda: status() == 200, "a free place")
 
 
@@ -281,9 +281,9 @@ def test_a_stream_to_an_http10_client_ends_with_its_connection(served: Served) -
 
 
 def test_requests_sent_together_are_answered_in_turn(served: Served) -> None:
-    first = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%b\r\n\r\n%b" % ("\r\n".join(JSON).encode(), BODY)
+    first = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n%b" % ("\r\n".join(JSON).encode(), BODY)
     with connected(served) as connection:
-        connection.sendall(first + request(path="http://a/v1/models") + request())
+        connection.sendall(first + request(path="http://localhost/v1/models") + request())
         _, _, rest = answer(connection)
     assert rest.count(b"HTTP/1.1 200") == 1  # of the answer to the second request, which asks to close
     assert b'"object":"list"' in rest
@@ -294,10 +294,10 @@ def test_requests_sent_together_are_answered_in_turn(served: Served) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET /ping HTTP/1.1\r\n\r\n",
-        b"GET /ping HTTP/1.1\r\nhost: a\r\na b: c\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
+        b"GET /ping HTTP/1.1\r\nhost: localhost\r\na b: c\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
     ],
 )
 def test_what_is_no_http_gets_an_error_of_the_same_shape(served: Served, sent: bytes) -> None:
