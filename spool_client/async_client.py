@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from spool_client.calls import CHANNEL_OPTIONS, metadata_for, repeatable
+from spool_client.calls import CHANNEL_OPTIONS, check_key, metadata_for, repeatable
 from spool_client.received import ReceivedOutput
 from spool_client.retry import Attempts, RetryPolicy
 from spool_client.v1.generation_pb2 import (
@@ -43,7 +43,9 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
+        insecure: bool = False,
     ) -> None:
+        check_key(api_key, address, encrypted=credentials is not None, insecure=insecure)
         settings = [*CHANNEL_OPTIONS, *options]
         self._channel = (
             grpc.aio.insecure_channel(address, settings)

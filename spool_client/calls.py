@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from spool_client.v1.generation_pb2 import GenerateRequest
+
+_KEY = re.compile(r"[!-~]+")
+_SCHEME = re.compile(r"(dns|ipv4|ipv6):")
 
 # As the server draws them: readers of JSON keep such integers exact.
 _SEED_BITS = 53
@@ -23,6 +28,34 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Log probabilities of a long output are larger than gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
 )
+
+
+def check_key(api_key: str | None, address: str, *, encrypted: bool, insecure: bool) -> None:
+    """Raises ValueError for a key that cannot be sent, or that others could read on its way."""
+    if api_key is None:
+        return
+    if _KEY.fullmatch(api_key) is None:
+        raise ValueError("api_key must be printable ASCII without spaces, at least one character; None: no key")
+    if not encrypted and not insecure and not _on_this_machine(address):
+        raise ValueError(
+            f"api_key is given, and the connection to {address} is not encrypted: give credentials, such as "
+            "grpc.ssl_channel_credentials(), or insecure=True where nobody else can read what is sent"
+        )
+
+
+def _on_this_machine(address: str) -> bool:
+    """Of a target of gRPC, which may have a scheme and, where that is ipv4 or ipv6, several addresses."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    places = _SCHEME.sub("", address).rpartition("/")[2].split(",")
+    return all(_is_loopback(place.rpartition(":")[0] or place) for place in places)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def metadata_for(api_key: str | None, settings: Sequence[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from spool_client.calls import CHANNEL_OPTIONS, metadata_for, repeatable
+from spool_client.calls import CHANNEL_OPTIONS, check_key, metadata_for, repeatable
 from spool_client.received import ReceivedOutput
 from spool_client.retry import Attempts, RetryPolicy
 from spool_client.v1.generation_pb2 import (
@@ -33,7 +33,8 @@ Answer = TypeVar("Answer")
 class Client:
     """Calls spool.v1.GenerationService at `address`, which is host:port or another target of gRPC.
 
-    `credentials` encrypt the connection, for instance `grpc.ssl_channel_credentials()`; without, it is plain.
+    `credentials` encrypt the connection, for instance `grpc.ssl_channel_credentials()`; without, it is plain, and a key
+    is sent to this machine alone unless `insecure` says that nobody else can read it on its way (else: ValueError).
     `options` are gRPC's, on top of those of this package. Any number of threads may call at once; `close`, or leaving
     the `with` block, ends their calls.
 
@@ -49,7 +50,9 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
+        insecure: bool = False,
     ) -> None:
+        check_key(api_key, address, encrypted=credentials is not None, insecure=insecure)
         settings = [*CHANNEL_OPTIONS, *options]
         self._channel = (
             grpc.insecure_channel(address, settings)

@@ -180,7 +180,7 @@ def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
     )
     series = [{"__name__": sample.name, **sample.labels} for sample in own] + of_scheduler()
     expressions = {**alert_expressions(), **panel_expressions()}
-    # Kinds of errors have no sample before the first error, ends none before the first end, certificates none without TLS.
+    # Kinds of errors have no sample before the first error, ends none before the first end; there is no certificate.
     begun = {"spool_request_failure_total", "spool_request_success_total", "spool_certificate_expiry_timestamp_seconds"}
     names = {one["__name__"] for one in series} | begun
     assert set().union(*map(names_in, expressions.values())) - names == set()

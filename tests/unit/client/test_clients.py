@@ -243,3 +243,41 @@ def test_leaving_a_stream_cancels_it(call: Caller) -> None:
 def test_impossible_policies_are_refused(policy: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RetryPolicy(**policy)
+
+
+PLAIN = ("127.0.0.1:1", "localhost:1", "[::1]:1", "localhost", "dns:///localhost:1", "ipv4:127.9.9.9:1", "unix:/a")
+BEYOND = (
+    "192.0.2.1:1",
+    "spool.example:1",
+    "localhost.example:1",
+    "[2001:db8::1]:1",
+    "dns:///spool.example:1",
+    "dns://127.0.0.1/spool.example:1",
+    "ipv4:127.0.0.1:1,192.0.2.1:1",
+    "127.0.0.1.example",
+)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_key_does_not_leave_the_machine_in_clear(kind: Callable[..., Any]) -> None:
+    async def make(address: str, **options: Any) -> None:
+        """A client that is never connected."""
+        client = kind(address, **options)
+        closed = client.close()
+        if closed is not None:
+            await closed
+
+    def made(address: str, **options: Any) -> None:
+        asyncio.run(make(address, **options))
+
+    for address in PLAIN:
+        made(address, api_key="key")
+    for address in BEYOND:
+        made(address)
+        made(address, api_key="key", insecure=True)
+        made(address, api_key="key", credentials=grpc.ssl_channel_credentials())
+        with pytest.raises(ValueError, match=r"is not encrypted: give credentials, .* or insecure=True"):
+            made(address, api_key="key")
+    for wrong in ("", " ", "two words", "schl\u00fcssel", "line\n"):
+        with pytest.raises(ValueError, match="api_key must be printable ASCII without spaces"):
+            made(PLAIN[0], api_key=wrong)
