@@ -129,7 +129,7 @@ class ConnectionLimits(_Frozen):
     """Headers of a request."""
     body_chunks: Annotated[int, Field(ge=1)] = 8192
     """Chunks of a body without content-length."""
-    held_body_bytes: Annotated[int, Field(ge=1024 * 1024)] = 256 * 1024 * 1024
+    held_body_bytes: Annotated[int, Field(ge=1024 * 1024)] = 128 * 1024 * 1024
     """Bytes of the bodies of all HTTP requests under way together. Beyond, bodies of more than 64 KiB get 503."""
     header_seconds: Seconds = 20.0
     """Time for the TLS handshake, for the headers, and for the rest of a body that was answered before its end."""
