@@ -1,19 +1,20 @@
 """Reads JSON whose author is a stranger.
 
-The interpreter's lock is held while a text is read, and what has many parts takes long, for reading and for the
-collection of garbage. Values that are deeply nested exhaust the stack of whoever goes through them.
+The interpreter's lock is held while a text is read, and while garbage is looked for in what was read: both take long
+for many parts. Values that are deeply nested exhaust the stack of whoever goes through them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_PARTS = 200_000
-"""Objects, lists and members of objects. Of the largest honest requests, each message has about ten."""
+MAX_PARTS = 100_000
+"""Objects, lists and members of objects. Large honest conversations have ten in each message."""
+MAX_ENTRIES = 1_000_000
+"""Commas. A prompt may be a list of token ids."""
 MAX_DEPTH = 100
-
 
 _TOO_DEEP = f"it is nested too deeply, must have at most {MAX_DEPTH} levels"
 _PIECE = 1 << 16
@@ -21,9 +22,7 @@ _PIECE = 1 << 16
 
 def read_json(text: str) -> Any:
     """Raises json.JSONDecodeError for a text that is no JSON, ValueError for one beyond the limits."""
-    # Counting all is cheap, and enough for almost all texts.
-    if _parts(text) > MAX_PARTS and (count := _parts_outside_strings(text)) > MAX_PARTS:
-        raise ValueError(f"it has {count} objects, lists and members of objects, must have at most {MAX_PARTS}")
+    check_size([text])
     try:
         value = json.loads(text)
     except RecursionError:
@@ -32,16 +31,29 @@ def read_json(text: str) -> Any:
     return value
 
 
-def _parts(text: str) -> int:
-    return text.count("{") + text.count("[") + text.count(":")
+def check_size(texts: Sequence[str]) -> None:
+    """Raises ValueError for JSON with too many parts or entries in all."""
+    for marks, most, what in (
+        ("{[:", MAX_PARTS, "objects, lists and members of objects"),
+        (",", MAX_ENTRIES, "entries"),
+    ):
+        # Counting those in strings too is cheap, and enough for almost all texts.
+        if sum(_count(text, marks) for text in texts) > most:
+            count = sum(_count_outside_strings(text, marks) for text in texts)
+            if count > most:
+                raise ValueError(f"it has {count} {what}, must have at most {most}")
 
 
-def _parts_outside_strings(text: str) -> int:
+def _count(text: str, marks: str) -> int:
+    return sum(map(text.count, marks))
+
+
+def _count_outside_strings(text: str, marks: str) -> int:
     text = text.replace(r"\\", "").replace(r"\"", "")
     count, within = 0, 0
     for start in range(0, len(text), _PIECE):
         strings_between = text[start : start + _PIECE].split('"')
-        count += _parts(" ".join(strings_between[within::2]))
+        count += _count(" ".join(strings_between[within::2]), marks)
         within ^= (len(strings_between) - 1) % 2
     return count
 

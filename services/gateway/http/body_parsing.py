@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
 
 from fastapi import Request
@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from services.gateway.bounded_json import read_json
+from services.gateway.bounded_json import check_size, read_json
 from services.gateway.errors import invalid
 from services.gateway.http.openai_errors import validation_error
 from services.gateway.options import check_counts, check_length
@@ -77,8 +77,21 @@ def _check_lengths(body: Mapping[str, Any], limits: Limits) -> None:
     prompts = body.get("prompt")
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
         check_length("prompt", prompts, limits.sequences)
-    messages = body.get("messages")
+    messages, arguments = body.get("messages"), list[str]()
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        for name in ("content", "tool_calls"):
-            entries = message.get(name) if isinstance(message, dict) else None
-            check_length(f"messages.{index}.{name}", entries, limits.message_parts)
+        if isinstance(message, dict):
+            for name in ("content", "tool_calls"):
+                check_length(f"messages.{index}.{name}", message.get(name), limits.message_parts)
+            arguments += _arguments(message.get("tool_calls"))
+    try:
+        check_size(arguments)
+    except ValueError as error:
+        raise invalid(f"messages has arguments that are too large in all: {error}", "messages") from error
+
+
+def _arguments(calls: Any) -> Iterator[str]:
+    """The JSON texts in the calls of a message."""
+    for call in calls if isinstance(calls, list) else ():
+        match call:
+            case {"function": {"arguments": str(text)}}:
+                yield text

@@ -24,9 +24,9 @@ MOST_SECONDS = 0.15
 """Of the event loop's thread for one callback, in time on a processor: others that compute do not count."""
 
 
-def filled(before: str, entry: str, after: str) -> bytes:
-    """As many entries, separated by commas, as a body has room for."""
-    count = (BYTES - len(before) - len(after)) // (len(entry) + 1)
+def filled(before: str, entry: str, after: str, most: int = 900_000) -> bytes:
+    """As many entries, separated by commas, as a body has room for; fewer than a body may have."""
+    count = min(most, (BYTES - len(before) - len(after)) // (len(entry) + 1))
     return f"{before}{','.join([entry] * count)}{after}".encode()
 
 
@@ -43,10 +43,11 @@ def with_message(inner: str, entry: str, after: str = "]}]}") -> bytes:
 SAID = '{"role":"user","content":"a"}'
 CALLED = '{"role":"assistant","content":"a","tool_calls":['
 CALL = '{"id":"a","function":{"name":"f","arguments":"{"}}'
-PARTS = "objects, lists and members of objects, must have at most 200000"
+PARTS = "objects, lists and members of objects, must have at most 100000"
 
 LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "messages: zeros": (CHATS, lambda: filled('{"messages":[', ZEROS, "]}"), "messages has .* at most 4096"),
+    "entries": (CHATS, lambda: filled('{"messages":[', ZEROS, "]}", BYTES), "entries, must have at most 1000000"),
     "messages: objects": (CHATS, lambda: filled('{"messages":[', OBJECTS, "]}"), PARTS),
     "messages: short": (CHATS, lambda: filled('{"messages":[', SAID, "]}"), PARTS),
     "tools": (CHATS, lambda: filled(f'{{"messages":[{SAID}],"tools":[', ZEROS, "]}"), "tools has .* at most 128"),
@@ -58,6 +59,11 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         CHATS,
         lambda: with_message(f'{CALLED}{{"id":"a","function":{{"name":"f","arguments":"[', ZEROS, ']"}}]},0]}'),
         "messages.1 is 0",
+    ),
+    "arguments in all": (
+        CHATS,
+        lambda: with_message(CALLED, CALL[:-3] + "[]," * 9000 + CALL[-3:]),
+        "messages has arguments that are too large in all: it has .* must have at most 100000",
     ),
     "template options": (
         CHATS,
