@@ -44,7 +44,9 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 setup: $(STAMP)
 
-# torch comes first, by its exact version and with options of its own: nothing after it may choose another build.
+# torch comes first, by its exact version and with options of its own: nothing after it may choose another build. pip
+# checks the hashes in the lock files of all that it installs from them; torch, which may be of another index, is there by
+# then.
 $(SERVING): requirements.lock pyproject.toml
 	@echo "== virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
@@ -116,8 +118,8 @@ stubs: $(STAMP)
 
 # The second file is resolved within the first one's versions, so that both name the same ones.
 lock: $(STAMP)
-	$(COMPILE) --universal $(LOCK) --extra dev -o requirements-dev.lock pyproject.toml
-	$(COMPILE) --universal $(LOCK) -c requirements-dev.lock -o requirements.lock pyproject.toml
+	$(COMPILE) --universal --generate-hashes $(LOCK) --extra dev -o requirements-dev.lock pyproject.toml
+	$(COMPILE) --universal --generate-hashes $(LOCK) -c requirements-dev.lock -o requirements.lock pyproject.toml
 
 # torch stays as it is locked: other versions' builds without CUDA are not on the package index.
 test-oldest: RESOLUTION := lowest-direct

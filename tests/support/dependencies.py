@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -21,10 +22,14 @@ def requirements(lines: list[str]) -> list[Requirement]:
 
 
 def locked(lock: Path) -> dict[NormalizedName, str]:
-    """Versions by name, whatever the machine: one version of each package."""
+    """Versions by name, whatever the machine: one version of each package, each with hashes of its files."""
     lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     versions: dict[NormalizedName, str] = {}
-    for requirement in requirements(lines):
+    for entry in re.split(r"\n(?=\S)", "\n".join(lines)):
+        first, *hashes = re.split(r" \\\n +", entry)
+        assert hashes, f"{lock.name}: {first} has no hash"
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for one in hashes), f"{lock.name}: {entry}"
+        requirement = Requirement(first)
         (clause,) = requirement.specifier
         name = canonicalize_name(requirement.name)
         assert clause.operator == "==", f"{lock.name}: {requirement} is not exact"
