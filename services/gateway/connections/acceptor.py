@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Accepted before other work of the event loop has its turn.
 _AT_ONCE = 16
+# Of a listening socket: uvicorn's backlog.
+_MOST_WAITING = 2048
 _PAUSE_SECONDS = 0.1
 _LOG_SECONDS = 60.0
 # Descriptors for what else the process opens while all connections are taken.
@@ -55,29 +57,41 @@ class Acceptor:
         self._spoke: dict[str, float] = {}
         self._refused = 0
         listening.setblocking(False)
-        self._run = asyncio.create_task(self._accept_all())
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
 
     def close(self) -> None:
-        """Accepts no more. Connections stay open, except those that are in their TLS handshake."""
-        for task in (self._run, *self._starting):
-            task.cancel()
+        """Accepts what waits, which the system resets when the listening socket is closed, and closes that at once."""
+        self._loop.remove_reader(self._listening)
+        self._accept(_MOST_WAITING)
+        self._listening.close()
+        if self._pause is not None:
+            self._pause.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.wait((self._run, *self._starting))
+        if self._starting:
+            await asyncio.wait(self._starting)
 
-    async def _accept_all(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listening, self._accept, _AT_ONCE)
+
+    def _accept(self, most: int) -> None:
+        for _ in range(most):
             try:
-                for _ in range(_AT_ONCE):
-                    connection, peer = await loop.sock_accept(self._listening)
-                    self._take(connection, _client_of(connection, peer[0]))
+                connection, peer = self._listening.accept()
+            except BlockingIOError:
+                return
             except OSError as error:
                 # Others are faults of one connection, such as one that the client reset before we took it.
-                if error.errno in _NO_DESCRIPTORS:
-                    self._say("connections wait: %s, %d are open", os.strerror(error.errno), self._open.total())
-                    await asyncio.sleep(_PAUSE_SECONDS)
-            await asyncio.sleep(0)
+                if error.errno not in _NO_DESCRIPTORS:
+                    continue
+                self._say("connections wait: %s, %d are open", os.strerror(error.errno), self._open.total())
+                self._loop.remove_reader(self._listening)
+                self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+                return
+            connection.setblocking(False)
+            self._take(connection, _client_of(connection, peer[0]))
 
     def _take(self, connection: socket.socket, client: str) -> None:
         taken = self._open.total()

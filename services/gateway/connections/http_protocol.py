@@ -22,6 +22,8 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _SLICE_BYTES = 16 * 1024
 # A connection that is closed while its client sends is reset, and the client never sees the answer.
 _LINGER_SECONDS, _LINGER_BYTES = 1.0, 1024 * 1024
+# In which a new connection must send its request when the server stops.
+_FIRST_REQUEST_SECONDS = 1.0
 
 
 class RefusedError(Exception):
@@ -101,6 +103,15 @@ class HttpProtocol(H11Protocol):
             if timer is not None:
                 timer.cancel()
         self._release()
+
+    def shutdown(self) -> None:
+        if self.cycle is not None:
+            super().shutdown()
+            return
+        # The first request may be on its way.
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(_FIRST_REQUEST_SECONDS, super().shutdown)
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _SLICE_BYTES):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import pytest
 
 from services.gateway.completion import CompletionEngine
+from services.gateway.connections.acceptor import Acceptor, Release
 from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
-from services.gateway.settings import GatewaySettings, ListenSettings
+from services.gateway.settings import ConnectionLimits, GatewaySettings, ListenSettings
 from tests.support.cells import client, running_cell
 from tests.support.gateway import save_tokenizer
 from tests.support.waiting import LONG, until
@@ -67,3 +69,29 @@ async def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: 
             assert body["usage"]["completion_tokens"] == BODY["max_tokens"]
         assert (await asyncio.to_thread(events.read)).endswith(b"data: [DONE]\n\n")
         await stopped
+
+
+async def test_connections_that_wait_when_a_gateway_stops_are_accepted() -> None:
+    """The system would reset them, although others that share the port could have had them."""
+
+    class Greeting(asyncio.Protocol):
+        def __init__(self, release: Release) -> None:
+            self.connection_lost = lambda _: release()  # type: ignore[method-assign]
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(b"hello")
+            transport.close()
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = listening.getsockname()
+    acceptor = Acceptor(listening, Greeting, ConnectionLimits(), None, b"")
+    # The event loop has no turn before the end.
+    clients = [socket.create_connection(address) for _ in range(3)]
+    acceptor.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    await acceptor.wait_closed()
+    for one in clients:
+        with one:
+            assert await asyncio.to_thread(one.recv, 16) == b"hello"
