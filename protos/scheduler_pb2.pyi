@@ -166,7 +166,7 @@ class SessionOpened(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused", "prompt_logprobs", "cached_prompt_tokens", "suspicion", "fingerprints", "logits_digests")
+    __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused", "prompt_logprobs", "cached_prompt_tokens", "suspicion", "fingerprints", "logits_digests", "queue_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class SequenceEvent(_message.Message):
     SUSPICION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     admitted: bool
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -195,10 +196,11 @@ class SequenceEvent(_message.Message):
     suspicion: Suspicion
     fingerprints: _containers.RepeatedCompositeFieldContainer[Fingerprint]
     logits_digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[int] = ..., admitted: _Optional[bool] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[SequenceEnd, str]] = ..., failed: _Optional[_Union[SequenceFailure, _Mapping]] = ..., refused: _Optional[_Union[SequenceRefusal, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., fingerprints: _Optional[_Iterable[_Union[Fingerprint, _Mapping]]] = ..., logits_digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    queue_seconds: float
+    def __init__(self, request_id: _Optional[int] = ..., admitted: _Optional[bool] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[SequenceEnd, str]] = ..., failed: _Optional[_Union[SequenceFailure, _Mapping]] = ..., refused: _Optional[_Union[SequenceRefusal, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., fingerprints: _Optional[_Iterable[_Union[Fingerprint, _Mapping]]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "worker_id")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -207,8 +209,10 @@ class Fingerprint(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.ScalarMap[str, str]
-    def __init__(self, parts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    worker_id: str
+    def __init__(self, parts: _Optional[_Mapping[str, str]] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class SequenceFailure(_message.Message):
     __slots__ = ("cause", "message")

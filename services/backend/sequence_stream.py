@@ -64,6 +64,10 @@ class SequenceStream:
         """How the sequence ended, where it has; output from before the end may still be unread."""
         self.fingerprints: dict[str, Mapping[str, str]] = {}
         """Parts of the fingerprints of the targets that computed the output, by their names."""
+        self.queue_seconds = 0.0
+        """How long the sequence waited with schedulers until it was first worked on; known with the first output."""
+        self.workers: dict[str, None] = {}
+        """Ids of the targets that computed the output."""
         self._on_cancel = on_cancel
         self._unread: deque[EmitTokens] = deque()
         self._news = asyncio.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +108,15 @@ class Choice:
     def fingerprints(self) -> Mapping[str, Mapping[str, str]]:
         """Those of the targets that computed the output up to now."""
         return self._stream.fingerprints
+
+    @property
+    def workers(self) -> Iterable[str]:
+        """The ids of these targets."""
+        return self._stream.workers
+
+    def phases(self) -> tuple[float, float, float]:
+        """Seconds of waiting with the scheduler, of the prompt, and of the output from its first tokens on."""
+        return self._meter.phases(self._stream.queue_seconds)
 
     def cancel(self) -> None:
         """Frees the sequence; has no effect after the sequence's end."""

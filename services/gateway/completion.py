@@ -43,6 +43,7 @@ from services.observability.request_ids import (
     current_account,
     current_request_id,
     current_traceparent,
+    note_trace,
     request_began,
 )
 from services.observability.tracing import begin_request_span, end_span, traceparent_of
@@ -54,6 +55,8 @@ from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
+
+_SECONDS = ("seconds", "queue_seconds", "prefill_seconds", "decode_seconds")
 
 # OpenAI's: of a text continuation that names no max_tokens.
 _CONTINUATION_TOKENS = 16
@@ -175,7 +178,15 @@ class Completion:
     ) -> None:
         self.cancel()
         counts = asdict(self.usage())
-        figures = {"completion": self.request_id, "finish_reasons": [choice.finish_reason for choice in self.choices]}
+        # Of several choices, those of the slowest.
+        phases = zip(*(choice.phases() for choice in self.choices), strict=True)
+        seconds = [time.perf_counter() - request_began(), *map(max, phases)]
+        figures = {
+            "completion": self.request_id,
+            "finish_reasons": [choice.finish_reason for choice in self.choices],
+            **{name: round(each, 6) for name, each in zip(_SECONDS, seconds, strict=False)},
+            "workers": ",".join(sorted({worker for choice in self.choices for worker in choice.workers})),
+        }
         logger.info("completion ended", extra={"figures": figures | counts})
         ends = ",".join(choice.finish_reason or "abort" for choice in self.choices)
         # Seeds can exceed the integers of traces.
@@ -282,6 +293,7 @@ class CompletionEngine:
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
         span = begin_request_span(self._tracing, current_traceparent(), current_request_id())
+        note_trace(traceparent_of(span))
         self.open_requests += 1
 
         def ended(attributes: dict[str, Any], failure: str | None) -> None:

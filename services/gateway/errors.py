@@ -9,6 +9,7 @@ from enum import Enum
 from scheduler.messages import RefusalCause
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.observability.request_ids import note_figures
 from services.text.chat_template import ChatTemplateError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class RequestError(Exception):
 
 def invalid(message: str, param: str | None, code: str | None = None) -> RequestError:
     return RequestError(ErrorKind.INVALID, message, param=param, code=code)
+
+
+def note_error(error: RequestError) -> None:
+    """The line of the log at the request's end names the error and the field at fault; what that held stays private."""
+    note_figures(error=error.code or error.kind.value, param=error.param)
 
 
 _REFUSALS = {

@@ -130,6 +130,7 @@ class SequenceMeter:
     def __init__(self, metrics: GatewayMetrics, arrived: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived = arrived
+        self._submitted = time.perf_counter()
         self._prompt_tokens = prompt_tokens
         self._tokens = 0
         self._first: float | None = None
@@ -153,6 +154,12 @@ class SequenceMeter:
         self._metrics.generated.inc(tokens)
         self._metrics.drafted.inc(drafted)
         self._metrics.accepted.inc(accepted)
+
+    def phases(self, queue_seconds: float) -> tuple[float, float, float]:
+        """Seconds in the scheduler's queue, from there to the first tokens, and to the last ones."""
+        if self._first is None:
+            return time.perf_counter() - self._submitted, 0.0, 0.0
+        return queue_seconds, self._first - self._submitted - queue_seconds, self._last - self._first
 
     def finished(self, reason: str) -> None:
         if not self._ended and self._first is not None and self._later_tokens:

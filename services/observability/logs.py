@@ -1,8 +1,8 @@
-"""Log lines: text for people or JSON for programs, each with the id of the request that the line belongs to, and the
-name of its API key.
+"""Log lines: text for people or JSON for programs, each with the id of the request that the line belongs to, the id of
+its trace, and the name of its API key.
 
-`extra` gives a record its `figures` (a mapping of numbers and short texts) and its `request_id`, as in
-`logger.info("...", extra={"figures": {"seconds": 0.5}})`. A record without `request_id` gets that of the current task,
+`extra` gives a record its `figures` (a mapping of numbers and short texts), its `request_id` and its `traceparent`, as
+in `logger.info("...", extra={"figures": {"seconds": 0.5}})`. A record without the ids gets those of the current task,
 and every record gets the `key` of that task.
 
 The formatters are ours: python-json-logger would still need a subclass as long as JsonFormatter for these field names,
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import IO, Any, TextIO
 
-from services.observability.request_ids import current_key, current_request_id
+from services.observability.request_ids import current_key, current_request_id, current_traceparent, trace_id_of
 
 # Characters of a message, of a figure, and of the end of a traceback: some of the text may be a client's.
 _MESSAGE, _FIGURE, _TRACEBACK = 4096, 256, 16384
@@ -54,6 +54,8 @@ class JsonFormatter(logging.Formatter):
         request_id = _request_id(record)
         if request_id:
             line["request_id"] = request_id
+        if trace_id := _trace_id(record):
+            line["trace_id"] = trace_id
         if current_key():
             line["key"] = current_key()
         # A figure never replaces one of the fields above.
@@ -64,13 +66,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger, request id in brackets, message, key and figures; a traceback follows on the next lines."""
+    """Time, level, logger, request id in brackets, message, key, trace and figures; a traceback follows on lines of its
+    own."""
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = _request_id(record)
         parts = [_time(record), record.levelname, f"{record.name}:", *([f"[{request_id}]"] if request_id else [])]
         key = current_key()
         parts += [shortened(record.getMessage(), _MESSAGE), *([f"key={key}"] if key else [])]
+        parts += [f"trace_id={trace_id}"] if (trace_id := _trace_id(record)) else []
         parts += [*(f"{name}={value}" for name, value in _figures(record).items())]
         text = " ".join(parts)
         return f"{text}\n{self.formatException(record.exc_info)[-_TRACEBACK:]}" if record.exc_info else text
@@ -129,6 +133,10 @@ def _time(record: logging.LogRecord) -> str:
 
 def _request_id(record: logging.LogRecord) -> str:
     return str(getattr(record, "request_id", None) or current_request_id())
+
+
+def _trace_id(record: logging.LogRecord) -> str:
+    return trace_id_of(getattr(record, "traceparent", None) or current_traceparent())
 
 
 def _figures(record: logging.LogRecord) -> Mapping[str, Any]:

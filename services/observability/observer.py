@@ -49,8 +49,8 @@ class ServiceObserver:
     Calls come from the event loop and must not block. `now` is in seconds on one monotonic clock.
     """
 
-    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
-        """`traceparent` is that of W3C Trace Context, empty where nothing is traced."""
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
+        """`request_id` is the client's, `traceparent` that of W3C Trace Context, empty where nothing is traced."""
 
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
         """To a worker of that role."""

@@ -15,16 +15,16 @@ from opentelemetry.trace import Span, Tracer, set_span_in_context
 
 from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
 from services.observability.observer import SequenceEnd, ServiceObserver
-from services.observability.tracing import context_of, end_span
+from services.observability.tracing import REQUEST_ID_ATTRIBUTE, context_of, end_span
 
 CONSOLE = "console"
-"""The endpoint that means standard error."""
+"""The endpoint that means standard error, a span on each line."""
 
 
 def span_exporter(endpoint: str) -> SpanExporter:
     """Exports by OTLP over HTTP to the URL of a collector, or to standard error for CONSOLE."""
     if endpoint == CONSOLE:
-        return ConsoleSpanExporter(out=sys.stderr)
+        return ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: f"{span.to_json(indent=None)}\n")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint)
@@ -49,6 +49,8 @@ class _Sequence:
 
     span: Span
     phase: Span
+    named: dict[str, str]
+    """An attribute of each span: the request's id."""
     resumed: bool
     opened: bool = False
     begun: bool = False
@@ -70,14 +72,16 @@ class OtelSequences(ServiceObserver):
         self._tracer = provider.get_tracer("spool.scheduler")
         self._live: dict[int, _Sequence] = {}
 
-    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         if not traceparent:
             return
         resumed = len(request.committed_output)
-        attributes = {"spool.prompt_tokens": len(request.prompt), "spool.resumed_tokens": resumed}
-        span = self._tracer.start_span("sequence", context_of(traceparent), attributes=attributes)
+        named = {REQUEST_ID_ATTRIBUTE: request_id}
+        counts = {"spool.prompt_tokens": len(request.prompt), "spool.resumed_tokens": resumed}
+        span = self._tracer.start_span("sequence", context_of(traceparent), attributes={**named, **counts})
         if span.is_recording():
-            self._live[request.sequence_id] = _Sequence(span, _phase(self._tracer, span, "queue"), resumed > 0)
+            phase = _phase(self._tracer, span, "queue", named)
+            self._live[request.sequence_id] = _Sequence(span, phase, named, resumed > 0)
 
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
         for row in step.rows if role is Role.TARGET else ():
@@ -119,8 +123,8 @@ class OtelSequences(ServiceObserver):
 
     def _enter_phase(self, live: _Sequence, name: str) -> None:
         live.phase.end()
-        live.phase = _phase(self._tracer, live.span, name)
+        live.phase = _phase(self._tracer, live.span, name, live.named)
 
 
-def _phase(tracer: Tracer, parent: Span, name: str) -> Span:
-    return tracer.start_span(name, set_span_in_context(parent, Context()))
+def _phase(tracer: Tracer, parent: Span, name: str, attributes: dict[str, str]) -> Span:
+    return tracer.start_span(name, set_span_in_context(parent, Context()), attributes=attributes)

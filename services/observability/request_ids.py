@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 REQUEST_ID = "x-request-id"
 """Name of the HTTP header and of the gRPC metadata."""
@@ -19,29 +20,62 @@ LONGEST_REQUEST_ID = 128
 # Printable characters, which headers and log lines can hold.
 _FORM = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_REQUEST_ID}}}")
 
+# Of W3C Trace Context: version, trace, span, flags.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-")
+
 TRACEPARENT = "traceparent"
 """Name of the header and metadata of W3C Trace Context."""
 
-_current: ContextVar[str] = ContextVar("request_id", default="")
-_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
-_began: ContextVar[float | None] = ContextVar("began", default=None)
+
+@dataclass(slots=True)
+class _Request:
+    """Tasks that work for a request share it."""
+
+    request_id: str = ""
+    traceparent: str = ""
+    began: float | None = None
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+_current: ContextVar[_Request | None] = ContextVar("request", default=None)
 _key: ContextVar[str] = ContextVar("key", default="")
 _key_digest: ContextVar[bytes] = ContextVar("key_digest", default=b"")
 
 
 def current_request_id() -> str:
     """Empty outside a request."""
-    return _current.get()
+    return _request().request_id
 
 
 def current_traceparent() -> str:
-    """The client's `traceparent`; empty if the client gave none."""
-    return _traceparent.get()
+    """The client's `traceparent`, or the one that was noted since; empty if there is none."""
+    return _request().traceparent
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The id of the trace; empty if there is none."""
+    found = _TRACEPARENT.match(traceparent)
+    return found[1] if found else ""
+
+
+def note_trace(traceparent: str) -> None:
+    """The request is traced from here on as this says; it is not traced if it is empty, and nothing changes."""
+    if traceparent:
+        _request().traceparent = traceparent
+
+
+def note_figures(**figures: str | None) -> None:
+    """For the line at the request's end; those that are None are left out."""
+    _request().figures |= {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def noted_figures() -> Mapping[str, str]:
+    return _request().figures
 
 
 def request_began() -> float:
     """When the first of the request's bytes were read, by `time.perf_counter`; now, outside a request."""
-    began = _began.get()
+    began = _request().began
     return time.perf_counter() if began is None else began
 
 
@@ -74,10 +108,13 @@ def begin_request(given: str, traceparent: str = "") -> str:
     The id is `given` if `given` has a usable form, and a new one otherwise.
     """
     request_id = given if _FORM.fullmatch(given) else uuid.uuid4().hex
-    _current.set(request_id)
-    _traceparent.set(traceparent)
-    _began.set(time.perf_counter())
+    _current.set(_Request(request_id, traceparent, time.perf_counter()))
     return request_id
+
+
+def _request() -> _Request:
+    """A new one outside a request."""
+    return _current.get() or _Request()
 
 
 def given_in(metadata: Iterable[tuple[str, str | bytes]] | None, name: str = REQUEST_ID) -> str:

@@ -11,13 +11,16 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+REQUEST_ID_ATTRIBUTE = "spool.request_id"
+"""Of every span."""
+
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def begin_request_span(tracer: Tracer | None, traceparent: str, request_id: str) -> Span:
     """The span `request` below the client's `traceparent`, from the request's arrival to its end."""
-    attributes = {"spool.request_id": request_id}
+    attributes = {REQUEST_ID_ATTRIBUTE: request_id}
     return (tracer or NoOpTracer()).start_span("request", context_of(traceparent), SpanKind.SERVER, attributes)
 
 

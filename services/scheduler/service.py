@@ -220,7 +220,7 @@ class SchedulerService:
         self._sinks[request.sequence_id] = sink
         now = time.monotonic()
         for observer in self.observers:
-            observer.sequence_entered(request, sink.traceparent, now)
+            observer.sequence_entered(request, sink.client_request_id, sink.traceparent, now)
         self._handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> None:

@@ -300,6 +300,7 @@ class _SessionSequence:
         # Of the next event.
         self._admitted = False
         self._output: list[EmitTokens] = []
+        self._queue_seconds = 0.0
         self._fingerprints: list[scheduler_pb2.Fingerprint] = []
         self._suspicion: Suspicion | None = None
 
@@ -307,7 +308,7 @@ class _SessionSequence:
         """The service has admitted the sequence, unless the sequence has ended already."""
         if self._outcome is not None:
             return
-        logger.debug("sequence %d entered", self.sequence_id, extra={"request_id": self.client_request_id})
+        logger.debug("sequence %d entered", self.sequence_id, extra=self._named)
         self._admitted = True
         self._session.changed(self)
         if timeout_seconds is not None:
@@ -322,9 +323,12 @@ class _SessionSequence:
     def push(self, emission: EmitTokens) -> None:
         if self._outcome is None:
             if emission.target_id != self._target_id:
-                self._target_id = emission.target_id
-                parts = self._session.service.fingerprint_of(emission.target_id)
-                self._fingerprints.append(scheduler_pb2.Fingerprint(parts=parts))
+                self._target_id, first = emission.target_id, not self._target_id
+                service = self._session.service
+                if first:
+                    self._queue_seconds = service.metrics.queue_seconds.get(self.sequence_id, 0.0)
+                parts = service.fingerprint_of(emission.target_id)
+                self._fingerprints.append(scheduler_pb2.Fingerprint(parts=parts, worker_id=emission.target_id))
             self._output.append(emission)
             self._session.changed(self)
 
@@ -349,6 +353,7 @@ class _SessionSequence:
         if self._output:
             write_output(merged(self._output), event)
             event.fingerprints.extend(self._fingerprints)
+            event.queue_seconds, self._queue_seconds = self._queue_seconds, 0.0
         if self._suspicion is not None:
             event.suspicion.CopyFrom(to_wire(scheduler_pb2.Suspicion, self._suspicion))
         if self._outcome is not None:
@@ -356,8 +361,13 @@ class _SessionSequence:
         self._admitted, self._output, self._fingerprints, self._suspicion = False, [], [], None
         return event
 
+    @property
+    def _named(self) -> dict[str, str]:
+        """For a line of the log."""
+        return {"request_id": self.client_request_id, "traceparent": self.traceparent}
+
     def _log_end(self, outcome: FinishReason | Exception) -> None:
-        named = {"request_id": self.client_request_id}
+        named = self._named
         if isinstance(outcome, FinishReason):
             logger.debug("sequence %d ended: %s", self.sequence_id, outcome.value, extra=named)
         elif isinstance(outcome, AdmissionRefusedError):

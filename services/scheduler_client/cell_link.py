@@ -245,6 +245,8 @@ class CellLink:
             stream.admit()
         for fingerprint in event.fingerprints:
             stream.fingerprints[fingerprint_name(fingerprint.parts)] = dict(fingerprint.parts)
+            stream.workers[fingerprint.worker_id] = None
+        stream.queue_seconds += event.queue_seconds
         if event.tokens:
             stream.push(read_output(event))
         if event.HasField("suspicion"):

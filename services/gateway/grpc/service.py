@@ -16,7 +16,7 @@ import grpc.aio
 
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import ErrorKind, RequestError, request_error
+from services.gateway.errors import ErrorKind, RequestError, note_error, request_error
 from services.gateway.grpc.call_start import begin_call
 from services.gateway.grpc.errors import abort
 from services.gateway.grpc.messages import (
@@ -28,7 +28,7 @@ from services.gateway.grpc.messages import (
 )
 from services.gateway.replay import replay
 from services.gateway.turns import KeyTurns
-from services.observability.request_ids import current_account, given_in
+from services.observability.request_ids import current_account, given_in, noted_figures
 from services.rpc.channel_options import MAX_MESSAGE_BYTES
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
@@ -65,9 +65,11 @@ def _answered(method: _Method[Request, Reply]) -> _Method[Request, Reply]:
         except Exception as error:
             known = request_error(error)
             service.engine.metrics.failed(known.kind)
+            note_error(known)
             await abort(context, known)
         finally:
-            figures = {"code": _number(context.code()), "seconds": round(time.perf_counter() - began, 6)}
+            seconds = round(time.perf_counter() - began, 6)
+            figures = {"code": _number(context.code()), "seconds": seconds, **noted_figures()}
             logger.info("gRPC %s", method.__name__, extra={"figures": figures})
 
     return call

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import request_error
+from services.gateway.errors import note_error, request_error
 from services.gateway.http.body_parsing import parsing_route
 from services.gateway.http.chat_builder import ChatBuilder
 from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
@@ -129,5 +129,6 @@ async def _events(
     except Exception as error:
         known = request_error(error)
         engine.metrics.failed(known.kind)
+        note_error(known)
         yield error_body(known)
     yield _DONE

@@ -15,14 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.api_keys import ApiKeys, bearer_of_basic
 from services.gateway.dashboard.routes import DASHBOARD_PATH
-from services.gateway.errors import ErrorKind, RequestError, invalid
+from services.gateway.errors import ErrorKind, RequestError, invalid, note_error
 from services.gateway.http.openai_errors import error_response
 from services.gateway.http.service_routes import BALANCED_PATH
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import shown
 from services.gateway.settings import Limits
 from services.observability.logs import shortened
-from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
+from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key, noted_figures
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            figures = {"status": status, "seconds": round(time.perf_counter() - began, 6)}
+            figures = {"status": status, "seconds": round(time.perf_counter() - began, 6), **noted_figures()}
             level = logging.DEBUG if _path_of_route(scope) in _MONITORED else logging.INFO
             method, path = shortened(scope["method"], _LONGEST_METHOD), shortened(scope["path"], _LONGEST_PATH)
             logger.log(level, "%s %r", method, path, extra={"figures": figures})
@@ -179,6 +179,7 @@ class BodyReader:
             body = await self._read(Headers(scope=scope), receive)
         except RequestError as error:
             self._metrics.failed(error.kind)
+            note_error(error)
             await error_response(error)(scope, receive, send)
             return
         except _ClientGoneError:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.gateway.errors import ErrorKind, RequestError, invalid, request_error
+from services.gateway.errors import ErrorKind, RequestError, invalid, note_error, request_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import meant, shown
 from services.text.chat_template import ChatTemplateError
@@ -116,6 +116,7 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
 
     def answer(error: RequestError, headers: dict[str, str] | None = None) -> Response:
         metrics.failed(error.kind)
+        note_error(error)
         response = error_response(error)
         response.headers.update(headers or {})
         return response

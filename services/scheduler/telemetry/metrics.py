@@ -243,6 +243,8 @@ class SchedulerMetrics(ServiceObserver):
 
     def __init__(self) -> None:
         self._entered: dict[int, float] = {}
+        self.queue_seconds: dict[int, float] = {}
+        """Of each live sequence that has been worked on, the time until then."""
         self._set = of = MetricSet[Reading](_READ, {"rows": _GROUP_BOUNDS, "tokens": _LENGTH_BOUNDS})
         self._refusals = of.counter(
             "refusals_total",
@@ -285,7 +287,7 @@ class SchedulerMetrics(ServiceObserver):
     def lease_expired(self) -> None:
         self._lease_expiries.inc()
 
-    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         self._entered[request.sequence_id] = now
 
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
@@ -294,6 +296,7 @@ class SchedulerMetrics(ServiceObserver):
             if row.opening is not None:
                 entered = self._entered.pop(row.sequence_id, None)
                 if entered is not None:
+                    self.queue_seconds[row.sequence_id] = now - entered
                     self._queue_time.observe(now - entered)
 
     def step_replied(
@@ -308,5 +311,6 @@ class SchedulerMetrics(ServiceObserver):
 
     def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
         self._entered.pop(sequence_id, None)
+        self.queue_seconds.pop(sequence_id, None)
         if end.cause is not None:
             self._refusals.labels(end.cause.value).inc()

@@ -171,7 +171,7 @@ class ServiceStatistics(ServiceObserver):
         self._gone = {role: _WorkerTime() for role in Role}
         self._clear(now)
 
-    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         if self._unfinished == 0:
             self._vacant_seconds += now - self._turned
             self._turned = now

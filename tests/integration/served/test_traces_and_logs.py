@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 
 from scheduler.messages import Role
 from services.observability.logs import LogFormat, install_logs
-from services.observability.otel import OtelSequences
+from services.observability.otel import CONSOLE, OtelSequences, tracer_provider
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
@@ -31,7 +31,7 @@ from tests.support.waiting import until
 from tests.support.watched_engine import WatchedEngine
 
 CLIENT_SPAN = "b7ad6b7169203331"
-HTTP, GRPC, FAILING, GRPC_FAILING, UNSAMPLED, LOST, WRONG = (digit * 32 for digit in "1234567")
+HTTP, GRPC, FAILING, GRPC_FAILING, UNSAMPLED, LOST, WRONG, WRONG_HTTP = (digit * 32 for digit in "12345678")
 NO_TRACE = "no-trace"
 BOTH_SIDES = {"services.gateway.completion", "services.scheduler.session"}
 
@@ -94,6 +94,7 @@ async def drive(folder: Path, observed: Observed) -> None:
         assert await asked(clients.over_http, FAILING, [20, ROW_FAILS]) == 500
         assert await asked(clients.over_grpc, GRPC_FAILING, [20, ROW_FAILS]) is grpc.StatusCode.INTERNAL
         assert await asked(clients.over_grpc, WRONG, [20], temperature=-1.0) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await asked(clients.over_http, WRONG_HTTP, [20], top_p=2.0) == 400
         assert await asked(clients.over_http, UNSAMPLED, [20, 23]) == 200
         assert await asked(clients.over_http, NO_TRACE, [20, 24]) == 200
 
@@ -188,8 +189,52 @@ def test_gateway_and_scheduler_log_the_request(observed: Observed) -> None:
         assert (
             sorted(message.split(" ", 2)[2] for message in sequences) == ["ended: length"] * ends + ["entered"] * ends
         )
+
+
+def test_one_line_explains_a_slow_request(observed: Observed) -> None:
+    """Where its time went, what was drafted, what the cache had, and who computed it."""
+    for trace in (HTTP, GRPC, LOST):
+        (ended,) = [line for line in observed.lines_of(trace) if line["message"] == "completion ended"]
+        assert (ended["completion_tokens"], ended["drafted"], ended["accepted"]) == observed.usages[trace]
+        assert ended["cached_tokens"] == 0
+        phases = [ended[f"{name}_seconds"] for name in ("queue", "prefill", "decode")]
+        assert min(phases) > 0
+        assert trace is HTTP or sum(phases) <= ended["seconds"]
+        queue = [span for span in observed.spans_of(trace) if span.name == "queue"]
+        longest = max(((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in queue)
+        assert ended["queue_seconds"] == pytest.approx(longest, abs=0.2)
+        workers = set(ended["workers"].split(","))
+        assert workers <= {"target-0", "target-1"}
+        assert len(workers) == 2 or trace is not LOST
+
+
+def test_a_refused_request_names_its_field(observed: Observed) -> None:
+    """Not what the field held, which is the client's."""
     (line,) = observed.lines_of(WRONG)
     assert (line["message"], line["code"]) == ("gRPC Generate", grpc.StatusCode.INVALID_ARGUMENT.value[0])
+    assert (line["param"], line["error"]) == ("temperature", "invalid")
+    access = [line for line in observed.lines_of(WRONG_HTTP) if "status" in line]
+    assert [(line["status"], line["param"], line["error"]) for line in access] == [(400, "top_p", "invalid")]
+
+
+def test_lines_name_their_trace_and_spans_their_request(observed: Observed) -> None:
+    for trace in (HTTP, GRPC, FAILING, LOST, UNSAMPLED):
+        assert {line.get("trace_id") for line in observed.lines_of(trace)} == {trace}
+        assert {(span.attributes or {})["spool.request_id"] for span in observed.spans_of(trace)} <= {trace}
+    # The gateway began the trace, once the request was read.
+    (request,) = [span for span in observed.spans if span.name == "request" and span.parent is None]
+    lines = [line.get("trace_id") for line in observed.lines_of(NO_TRACE)]
+    assert set(lines) == {f"{request.context.trace_id:032x}"}
+
+
+@pytest.mark.parametrize("spans", [1, 3])
+def test_spans_on_standard_error_are_a_line_each(capsys: pytest.CaptureFixture[str], spans: int) -> None:
+    provider = tracer_provider(CONSOLE, "spool", 1.0)
+    for number in range(spans):
+        provider.get_tracer("tests").start_span(f"span {number}").end()
+    provider.shutdown()
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["name"] for line in lines] == [f"span {number}" for number in range(spans)]
 
 
 def test_no_line_of_a_request_is_without_its_id(observed: Observed) -> None:
