@@ -22,13 +22,15 @@ def value(text: bytes, name: str, **labels: str) -> float:
 
 def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens at 2 s, three at 3 s, one at 5 s: the mean after the first delivery is 3 s for 4 tokens."""
-    clock = iter([2.0, 3.0, 5.0, 6.0])
+    clock = iter([1.75, 2.0, 3.0, 5.0, 6.0])
     monkeypatch.setattr(gateway_metrics.time, "perf_counter", lambda: next(clock))
     metrics = GatewayMetrics()
     meter = metrics.sequence(arrived=1.5, prompt_tokens=9)
     for tokens in (2, 3, 1):
         meter.round(tokens, 0, 0)
     meter.finished("length")
+    # Submitted at 1.75 s, of which the scheduler's queue took 0.1 s; first tokens at 2 s, the last at 5 s.
+    assert meter.phases(0.1) == pytest.approx((0.1, 0.15, 3.0))
     text = metrics.exposition()
     assert value(text, "spool_time_to_first_token_seconds_sum") == 0.5
     assert value(text, "spool_inter_token_latency_seconds_sum") == 3
