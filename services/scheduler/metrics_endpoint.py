@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as WaitedTooLongError
+from socketserver import ThreadingMixIn
 from types import TracebackType
-from typing import Self
-from wsgiref.simple_server import WSGIServer
+from typing import Any, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -21,14 +23,17 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 5.0
 _FRESH_SECONDS = 0.5
+# Each connection has a thread; one more is closed.
+_CONNECTIONS = 16
 
 
 class MetricsEndpoint:
     """Serves what `families` gives on `host`:`port` (0: a free port) for as long as the `async with` block lasts.
 
-    The server is prometheus_client's, in a thread; `families` is called on the event loop, once for all scrapes of half
-    a second. Nobody has to show a key. A port in use is no error: another scheduler may be about to leave it, so the
-    endpoint tries again every `retry_seconds`. `clock` gives monotonic seconds.
+    The server and its connections, 16 at most, have threads; where a client is silent for `silence_seconds`, its
+    connection is closed. `families` is called on the event loop, once for all scrapes of half a second. Nobody has to
+    show a key. A port in use is no error: another scheduler may be about to leave it, so the endpoint tries again every
+    `retry_seconds`. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -38,10 +43,12 @@ class MetricsEndpoint:
         port: int,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = 5.0,
+        silence_seconds: float = 5.0,
     ) -> None:
         self._families = families
         self._clock = clock
         self._retry_seconds = retry_seconds
+        self._silence_seconds = silence_seconds
         self._host = host
         self._port = port
         self._server: WSGIServer | None = None
@@ -79,9 +86,11 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(_FromLoop(self._families, asyncio.get_running_loop(), self._clock))
         try:
-            self._server, _ = start_http_server(self._port, self._host, registry)
+            self._server = _Server(self._host, self._port, self._silence_seconds)
         except OSError as error:
             return error
+        self._server.set_app(make_wsgi_app(registry))
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
         logger.info("metrics are served at %s", self.url)
         return None
 
@@ -90,6 +99,38 @@ class MetricsEndpoint:
             await asyncio.sleep(self._retry_seconds)
             if self._start() is None:
                 return
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads who has scraped."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, silence_seconds: float) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._silence_seconds = silence_seconds
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        request.settimeout(self._silence_seconds)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a scrape failed", exc_info=True)
 
 
 class _FromLoop(Collector):

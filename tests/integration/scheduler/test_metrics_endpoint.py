@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import select
 import socket
+import threading
 
 import httpx
 from prometheus_client.core import GaugeMetricFamily
@@ -26,3 +29,18 @@ async def test_a_port_in_use_is_taken_when_it_is_free() -> None:
             assert endpoint.url == f"http://{HOST}:{port}/metrics"
             async with httpx.AsyncClient(timeout=LONG) as http:
                 assert "spool_here 1.0" in (await http.get(endpoint.url)).text
+
+
+async def test_silent_connections_do_not_become_threads_without_end() -> None:
+    figures = [GaugeMetricFamily("spool_here", "A figure.", 1.0)]
+    async with MetricsEndpoint(lambda: figures, HOST, 0, silence_seconds=0.3) as endpoint:
+        assert endpoint.url is not None
+        port, before = httpx.URL(endpoint.url).port, threading.active_count()
+        silent = [socket.create_connection((HOST, port or 0), LONG) for _ in range(100)]
+        await until(lambda: select.select(silent, [], [], 0)[0] != [])  # the first that is refused
+        assert threading.active_count() - before <= 16
+        for connection in silent:
+            assert await asyncio.to_thread(connection.recv, 1) == b""
+            connection.close()
+        async with httpx.AsyncClient(timeout=LONG) as http:
+            assert "spool_here 1.0" in (await http.get(endpoint.url)).text
