@@ -9,7 +9,6 @@ import ssl
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.datastructures import MutableHeaders
@@ -56,6 +55,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             lifespan="off",
             http=HttpProtocol,
             ws="none",
@@ -117,7 +117,7 @@ class HttpServer:
             scope = {**scope, "method": "GET"}
         if not scope["path"].startswith("/"):
             # As to a proxy: the whole URL (RFC 9112, section 3.2.2).
-            scope = {**scope, "path": urlsplit(scope["path"]).path or "/"}
+            scope = {**scope, "path": "/" + scope["path"].partition("://")[2].partition("/")[2]}
         try:
             await self._app(scope, receive, send_noting)
         except asyncio.CancelledError:

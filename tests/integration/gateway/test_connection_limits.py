@@ -289,6 +289,15 @@ def test_requests_sent_together_are_answered_in_turn(served: Served) -> None:
     assert b'"object":"list"' in rest
 
 
+@pytest.mark.parametrize("target", ["http://[::1", "http://", "*", "localhost:1", "//", "?a=1"])
+@pytest.mark.parametrize("method", ["GET", "CONNECT", "HEAD"])
+def test_targets_that_are_no_path_are_not_found(served: Served, method: str, target: str) -> None:
+    with connected(served) as connection:
+        connection.sendall(request(path=target, method=method))
+        status, headers, _ = answer(connection)
+    assert (status, headers["content-type"]) == (404, "application/json")
+
+
 @pytest.mark.parametrize(
     "sent",
     [
