@@ -36,7 +36,10 @@ class Process:
     token = ""
     metadata: tuple[tuple[str, str], ...] = ()
 
-    def listen(self, server: Any, host: str, port: int) -> str:
+    def certificate(self) -> None:
+        """There is no TLS here."""
+
+    def listen(self, server: Any, host: str, port: int, certificate: None = None) -> str:
         server.process, address = self, f"{self.name}:1"
         self.network.listeners[address] = server
         return address
