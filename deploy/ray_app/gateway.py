@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -65,11 +66,9 @@ class Gateway:
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to go: other gateways get new connections, and open requests end."""
         self._engine.leaving = True
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds / 2):
                 await self._until_others_serve()
-        except TimeoutError:
-            logger.warning("no gateway has started in the place of this one, which accepts no more connections now")
         await self._running.aclose()
 
     async def _until_others_serve(self) -> None:
