@@ -33,6 +33,7 @@ class Process:
 
     # As `security` for the services.
 
+    tls = False
     token = ""
     metadata: tuple[tuple[str, str], ...] = ()
 
