@@ -57,4 +57,7 @@ def render(file: _File = None, overrides: Overrides = None) -> None:
     from deploy.config.loading import load_configuration
     from deploy.ray_app.serve_options import serve_file
 
-    print(serve_file(load_configuration(chosen_file(file), overrides or [])), end="")
+    config = load_configuration(chosen_file(file), overrides or [])
+    for field in config.secret_fields:
+        print(f"spool: warning: {field} is among what is printed: keep it from others", file=sys.stderr)
+    print(serve_file(config), end="")

@@ -308,6 +308,12 @@ class SpoolConfig(Section):
         groups = groups.model_copy(update={"shared_device": self.shares_device})
         return config.model_copy(update={"groups": groups})
 
+    @property
+    def secret_fields(self) -> list[str]:
+        """Fields with a secret itself, not the place of one."""
+        found = {"auth.api_keys": self.auth.api_keys, "internal.token": self.internal.token}
+        return [field for field, value in found.items() if value]
+
     def without_client_keys(self) -> SpoolConfig:
         """For processes that serve no clients: keys with a name, of which there are only digests, stay."""
         auth = {"api_keys": (), "api_keys_env": None, "api_keys_file": None}

@@ -100,10 +100,8 @@ def _problems(config: SpoolConfig) -> Iterator[tuple[str, str]]:
         yield "gateway.host", f"is {gateway.host!r}, must be 0.0.0.0 or :: to be reached from outside its pod"
     if config.ray.address is not None:
         yield "ray.address", f"is {config.ray.address!r}, must be unset: KubeRay says where Ray is"
-    if config.auth.api_keys:
-        yield "auth.api_keys", f"has keys, must be empty: {_READ_BY_MANY}, so name a variable in auth.api_keys_env"
-    if config.internal.token is not None:
-        yield "internal.token", f"is a token, must be unset: {_READ_BY_MANY}, so name a variable in internal.token_env"
+    for field in config.secret_fields:
+        yield field, f"is given, must be unset: {_READ_BY_MANY}, so name a variable (`_env`) or a file (`_file`)"
     if not config.internal.chosen:
         yield "internal", "names neither a token nor TLS, must: an update would replace every replica for a new token"
     yield from _placement_problems(config)

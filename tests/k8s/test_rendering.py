@@ -149,10 +149,10 @@ def test_groups_without_a_draft_model_fetch_nothing(tmp_path: Path, field: str, 
     [
         ([("gateway.host", "127.0.0.1")], "gateway.host is '127.0.0.1', must be 0.0.0.0 or :: to be reached from"),
         ([("ray.address", "auto")], "ray.address is 'auto', must be unset"),
-        ([("auth.api_keys", ["k"])], "auth.api_keys has keys, must be empty: whoever may read manifests would read it"),
+        ([("auth.api_keys", ["k"])], "auth.api_keys is given, must be unset: whoever may read manifests would read it"),
         (
             [("internal", {"token": "a-token-of-some-length"})],
-            "internal.token is a token, must be unset: whoever may read manifests would read it",
+            "internal.token is given, must be unset: whoever may read manifests would read it",
         ),
         ([("internal", {})], "internal names neither a token nor TLS"),
         ([("scheduler.resources", {})], "scheduler.resources is empty, must reserve a resource of its own"),
