@@ -174,7 +174,6 @@ def test_a_body_has_as_many_chunks_as_the_limit_says(gateways: Gateways) -> None
     [
         (b"", 0),
         (b"GET /ping HTTP/1.1\r\nhost:", 408),
-        # The rest of a body that was answered already.
         (b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n", 408),
     ],
     ids=["silent", "headers", "body"],
@@ -184,6 +183,15 @@ def test_a_request_that_does_not_come_is_not_waited_for(slow: Gateways, sent: by
     with slow.serve(settings) as served, streaming(served.url), connected(served) as connection:
         connection.sendall(sent)
         assert answer(connection)[0] == status
+
+
+def test_the_rest_of_a_body_that_is_answered_already_is_not_read_for_ever(gateways: Gateways) -> None:
+    settings = GatewaySettings(api_keys=(SecretStr("key"),), connections=ConnectionLimits(header_seconds=SOON))
+    with gateways.serve(settings) as served, connected(served) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+        closed = threading.Event()
+        assert send_all(connection, (b" " for _ in range(1000) if not closed.wait(SOON / 30))) < 1000
 
 
 def test_headers_that_trickle_have_no_more_time(slow: Gateways) -> None:
