@@ -29,6 +29,7 @@ from engine.models.drafting_head import mtp_tensors
 logger = logging.getLogger(__name__)
 
 _SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 PLAIN_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -39,8 +40,11 @@ scale, or is no number."""
 def safetensors_files(folder: Path) -> list[Path]:
     """The files that hold the weights in `folder`; empty for a folder with pickled weights only.
 
-    Raises UnsupportedModelError that names a file which is missing, or an index that cannot be read.
+    Raises UnsupportedModelError that names a file which is missing, an index that cannot be read, or an adapter.
     """
+    for name in _ADAPTERS:
+        if (folder / name).is_file():
+            raise UnsupportedModelError(f"{folder.name} holds {name}, which is not applied: merge it into the weights")
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]
     index = folder / _INDEX

@@ -103,6 +103,8 @@ _GENERAL: Mapping[str, _Rule] = {
     "quantization_version": _only(2),
     **dict.fromkeys((f"sampling.{name}" for name in SAMPLING), _any),
 }
+_TOWERS = ("vision.", "audio.", "mm.")
+"""Of an architecture's keys, those that are of towers for images and sound beside the text model."""
 _OTHER_KINDS = ("adapter", "clip", "diffusion", "xielu")
 """Namespaces of what is no plain decoder. Any further ones are notes of whoever made the file."""
 
@@ -114,7 +116,7 @@ def check_keys(file: GgufFile, ignored: Sequence[str]) -> None:
     for key, value in file.metadata.items():
         space, _, name = key.partition(".")
         if space == kind:
-            known = _OF_ARCHITECTURE.get(name)
+            known = _any if name.startswith(_TOWERS) else _OF_ARCHITECTURE.get(name)
         elif key.startswith("tokenizer.ggml."):
             known = _TOKENS.get(key.removeprefix("tokenizer.ggml."))
         elif space == "tokenizer":

@@ -43,6 +43,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
+# Tensors of towers for images and sound, as converters name them.
+_TOWERS = ("v.", "a.", "mm.")
 # Biases that a model of such a configuration has in each of its layers, and that files have or not, one by one.
 _OPTIONAL_BIASES = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}
 
@@ -62,7 +64,7 @@ def gguf_weights(
         )
     check_keys(file, ignored)
     shapes = {name: parameter.shape for name, parameter in whole_model(config).state_dict().items()}
-    parameters = {name: _parameter_name(name, config) for name in file.tensors}
+    parameters = {name: _parameter_name(name, config) for name in file.tensors if not name.startswith(_TOWERS)}
     if _ROPE_FACTORS in file.tensors and _are_of_configuration(file.floats(_ROPE_FACTORS), config):
         del parameters[_ROPE_FACTORS]
     refuse_unused(file.path.name, (name for name, parameter in parameters.items() if parameter not in shapes), ignored)

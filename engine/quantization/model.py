@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -70,7 +70,7 @@ def build_model(
             plain[name] = weight.expanded().to(dtype)
     config.quantization_config = None
     model = model_of(path, config if ranks is None else part_of(config, ranks.size), plain, dtype, {}, ignored)
-    _place(model, quantized)
+    _place(model, quantized, plain.keys())
     if ranks is not None:
         connect_layers(model, config.vocab_size, ranks)
     return model
@@ -111,12 +111,13 @@ def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight]) -> None:
-    """Replaces the modules of these weights. A head that has its embedding's weight gets it as well."""
+def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight], stored: Collection[str] = ()) -> None:
+    """Replaces the modules of these weights. A head that has its embedding's weight, as it is not among those `stored`
+    apart, gets it as well."""
     embedding = f"{_name_of(model, model.get_input_embeddings())}.weight"
     tied = getattr(model.config, "tie_word_embeddings", False) and embedding in weights
     head = f"{_name_of(model, model.get_output_embeddings())}.weight"
-    placed = {**weights, head: weights[embedding]} if tied and head not in weights else weights
+    placed = {**weights, head: weights[embedding]} if tied and head not in {*weights, *stored} else weights
     for name, weight in placed.items():
         path = name.removesuffix(".weight")
         module = model.get_submodule(path)

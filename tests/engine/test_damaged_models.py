@@ -156,6 +156,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "FP8": (replace(MATRIX, to_float8), f"{MATRIX} is of dtype F8_E4M3, must be one of .* says how its numbers are"),
     "FP8 with scales, unsaid": (_scaled, f"{MATRIX} is of dtype F8_E4M3"),
+    "an adapter's file": (
+        lambda folder: save_file({"x": ONES}, folder / "adapter_model.safetensors"),
+        r"holds adapter_model\.safetensors, which is not applied",
+    ),
     "FP8 without its scale": (
         both(replace(MATRIX, to_float8), _write("hf_quant_config.json", ALGORITHM % "FP8")),
         f"holds no {MATRIX}_scale",

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -193,6 +192,8 @@ HARMLESS: dict[str, object] = {
     "tokenizer.chat_template.tool_use": "{{ tools }}",
     "tokenizer.ggml.fim_pre_token_id": 7,
     "tokenizer.ggml.add_sep_token": False,
+    "llama.vision.block_count": 27,
+    "llama.mm.tokens_per_image": 256,
     "llama.vocab_size": 288,
     "llama.expert_count": 0,
     "llama.rope.scaling.finetuned": False,
@@ -205,7 +206,11 @@ HARMLESS: dict[str, object] = {
 def test_what_changes_nothing_is_served_and_the_rest_may_be_left_out(tmp_path: Path) -> None:
     model = agreeing("llama")
     changes = [stated(key, value) for key, value in HARMLESS.items()]
-    changes.append(lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)))
+    changes += [
+        added("rope_freqs.weight", 8),
+        added("v.blk.0.attn_q.weight", 4),
+        added("mm.input_projection.weight", 4),
+    ]
     file = tmp_path / "small.gguf"
     write_model(file, "llama", model=model, changes=changes)
     expected = expected_tokens(model)

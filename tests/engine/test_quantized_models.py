@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
@@ -95,3 +97,19 @@ def test_rounding_asks_for_plain_weights(tmp_path: Path) -> None:
     config.write_text(text + ', "quantization_config": {"quant_method": "fp8"}}', encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match="quantization is 'int4', must be auto or none"):
         load_target_engine(EngineSettings(str(folder), quantization="int4", kv_pages=40), lambda *_: None)
+
+
+def test_a_head_of_its_own_beside_an_embedding_of_codes_is_used(tmp_path: Path) -> None:
+    """Though config.json says that they are one, as transformers finds two that differ."""
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    quantize_to_int8(folder)
+    stored = load_file(folder / "model.safetensors")
+    codes = stored["model.embed_tokens.weight"]
+    scales = codes.abs().amax(1, keepdim=True) / 127
+    stored |= {"model.embed_tokens.weight": (codes / scales).round().to(torch.int8)}
+    stored["model.embed_tokens.weight_scale"] = scales
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}), encoding="utf-8")
+    model = build_model(folder, AutoConfig.from_pretrained(folder), torch.float32, keep=True)
+    assert torch.equal(model.get_output_embeddings().weight, stored["lm_head.weight"])
