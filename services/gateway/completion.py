@@ -266,19 +266,14 @@ class CompletionEngine:
         if not any(worker.role == worker_pb2.ROLE_TARGET for worker in workers):
             raise BackendUnavailableError("no target worker is up")
 
-    async def tokenize(self, read_prompt: Callable[[], TextPrompt | ChatPrompt], add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
         """`add_special_tokens` is for texts; a chat's template writes its special tokens itself.
 
         Raises RequestError or ChatTemplateError.
         """
-
-        def tokens() -> list[int]:
-            prompt = read_prompt()
-            if isinstance(prompt, ChatPrompt):
-                return encode_chat(prompt, self.tokenizer, self.settings)[0]
-            return self.tokenizer.encode(prompt.text, add_special_tokens)
-
-        return await asyncio.to_thread(tokens)
+        if isinstance(prompt, ChatPrompt):
+            return (await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings))[0]
+        return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
         """`name` is the field that holds the tokens, for error messages. Raises RequestError."""

@@ -10,10 +10,14 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
+from tokenizers.models import BPE
+
+from services.text.added_tokens import changed, with_added_tokens
 
 # Digits pass through all filters of templates unchanged; nobody can guess these.
 _MARK, _NAME = (f"{secrets.randbelow(10**24):024}" for _ in range(2))
 _WINDOW = 1 << 14
+_SAME_IDS: Mapping[int, int] = {}
 
 
 class PlainSpecials:
@@ -43,11 +47,12 @@ class PlainSpecials:
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text with marks."""
         plain = self.unmarked(text)
-        tokenizer = self._tokenizer
+        tokenizer, ids = self._tokenizer, _SAME_IDS
         if sum(1 for _ in self._found(text)) != sum(1 for _ in self._found(plain)):
-            tokenizer, plain = self._renaming, self.unmarked(self._replaced(text, _other_name))
+            (tokenizer, ids), plain = self._renaming, self.unmarked(self._replaced(text, _other_name))
         # The method for several texts frees the interpreter's lock.
-        return list(tokenizer.encode_batch_fast([plain], add_special_tokens=False)[0].ids)
+        [encoding] = tokenizer.encode_batch_fast([plain], add_special_tokens=False)
+        return [ids.get(token, token) for token in encoding.ids]
 
     def _found(self, text: str) -> Iterator[re.Match[str]]:
         """As `finditer`, but no search holds the interpreter's lock for longer than `_WINDOW` characters take."""
@@ -78,21 +83,32 @@ class PlainSpecials:
         return text
 
     @cached_property
-    def _renaming(self) -> tokenizers.Tokenizer:
-        """The tokenizer with other names of the special tokens, which no text contains; takes a second to make."""
+    def _renaming(self) -> tuple[tokenizers.Tokenizer, Mapping[int, int]]:
+        """The tokenizer with other names of the special tokens, which no text contains, and their ids by those that it
+        gives."""
+        model = self._tokenizer.model
+        if isinstance(model, BPE) and not any(len(model.tokenize(text)) == 1 for text in self._texts):
+            # No pairs of tokens merge to a special one.
+            return with_added_tokens(
+                self._tokenizer,
+                lambda token: changed(
+                    token, _other_name(token.content) if token.content in self._texts else token.content, token.special
+                ),
+            )
+        # Takes a second for a large vocabulary.
         description = json.loads(self._tokenizer.to_str())
         for token in description["added_tokens"]:
             if token["content"] in self._texts:
                 token["content"] = _other_name(token["content"])
         names = {text: _other_name(text) for text in self._texts}
-        model = description["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
+        form = description["model"]
+        if isinstance(form["vocab"], dict):
+            form["vocab"] = {names.get(text, text): number for text, number in form["vocab"].items()}
         else:
-            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        return tokenizers.Tokenizer.from_str(json.dumps(description))
+            form["vocab"] = [[names.get(text, text), score] for text, score in form["vocab"]]
+        if form.get("unk_token") in names:
+            form["unk_token"] = names[form["unk_token"]]
+        return tokenizers.Tokenizer.from_str(json.dumps(description)), _SAME_IDS
 
 
 def _other_name(special: str) -> str:

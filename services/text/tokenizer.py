@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from engine.errors import TokenizerError
 from engine.models.vocabulary import (
@@ -19,6 +20,7 @@ from engine.models.vocabulary import (
     vocabulary_digest,
     vocabulary_size,
 )
+from services.text.added_tokens import changed, with_added_tokens
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.plain_specials import PlainSpecials
@@ -99,8 +101,7 @@ class ModelTokenizer:
         begun: int = 0,
     ) -> IncrementalDecoder:
         """A decoder of tokens that come one after the other; `context` and `begun` as in IncrementalDecoder. The
-        special tokens among `shown` are never skipped. They need a tokenizer of their own, which takes up to a second
-        when it is first asked for."""
+        special tokens among `shown` are never skipped. They need a tokenizer of their own."""
         hidden = shown & self.special_texts if skip_special_tokens else frozenset()
         return IncrementalDecoder(self._tokenizer_showing(hidden), context, skip_special_tokens, begun)
 
@@ -163,10 +164,18 @@ class ModelTokenizer:
         if not texts:
             return self._tokenizer
         if texts not in self._showing:
-            description = json.loads(self._tokenizer.to_str())
-            for token in description["added_tokens"]:
-                token["special"] = token["special"] and token["content"] not in texts
-            self._showing[texts] = tokenizers.Tokenizer.from_str(json.dumps(description))
+
+            def showing(token: AddedToken) -> AddedToken:
+                return changed(token, token.content, token.special and token.content not in texts)
+
+            shared, ids = with_added_tokens(self._tokenizer, showing)
+            if ids != {number: number for number in self._tokenizer.get_added_tokens_decoder()}:
+                # The ids of its added tokens have gaps.
+                description = json.loads(self._tokenizer.to_str())
+                for token in description["added_tokens"]:
+                    token["special"] = token["special"] and token["content"] not in texts
+                shared = tokenizers.Tokenizer.from_str(json.dumps(description))
+            self._showing[texts] = shared
         return self._showing[texts]
 
     def _stop_token_ids(self, folder: Path) -> frozenset[int]:

@@ -133,8 +133,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.TokenizeResponse:
         _, info = await self.engine.model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        limits = self.engine.settings.limits
-        tokens = await self.engine.tokenize(lambda: text_from_message(request, limits), special)
+        text = await asyncio.to_thread(text_from_message, request, self.engine.settings.limits)
+        tokens = await self.engine.tokenize(text, special)
         return pb.TokenizeResponse(token_ids=tokens, max_sequence_length=info.max_sequence_length)
 
     @_answered
