@@ -45,6 +45,8 @@ class SpokenStream:
     def __init__(self, tokens: list[int], end: int, request: GenerationRequest, step: int) -> None:
         self.finish_reason: FinishReason | None = None
         self.fingerprints: dict[str, dict[str, str]] = {}
+        self.queue_seconds = 0.0
+        self.workers: dict[str, None] = {}
         self._tokens, self._request, self._step = [*tokens, end], request, step
 
     async def __aiter__(self) -> AsyncIterator[EmitTokens]:
