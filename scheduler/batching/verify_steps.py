@@ -61,12 +61,15 @@ class TargetPlanner:
         if may_grow and len(target.drafted) < batch_size:
             return None
         can_prefill = bool(target.prefilling) and target.can_prefill()
-        followers = self._followers(target)
-        if not (target.drafted or target.prefilling or followers):
+        leaving, available = self._leaving(target), target.drafted
+        if leaving:
+            available = {one: each for one, each in available.items() if one not in leaving}
+        followers = [] if leaving else self._followers(target)
+        if not (available or target.prefilling or followers):
             return None
         view = GroupingView(
             target.sequences.values(),
-            target.drafted,
+            available,
             target.coming,
             0 if followers else target.verifying,  # whoever does not follow ends
             batch_size,
@@ -88,19 +91,25 @@ class TargetPlanner:
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            next_ones = list(islice(_by_service(target.prefilling.values()), most))
+            staying = [one for number, one in target.prefilling.items() if number not in leaving]
+            next_ones = list(islice(_by_service(staying), most))
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
-        if followers and all_fit and (chosen or not target.drafted):
+        if followers and all_fit and (chosen or not available):
             left = room - work.decoded - work.fed
             group += self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
         shape = _describe(group, forced, waited)
         return target.send(step_id, rows, work, now, shape) if rows else None
 
+    def _leaving(self, target: TargetWorker) -> set[int]:
+        """Sequences that leave the target for a waiting one, once no row of them is in flight."""
+        way = self._lifecycle.way
+        return {one.sequence_id for one in way.leaving} if way is not None and way.target is target else set()
+
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
         samples, and proposes. All that go on must, else they would be in two steps from then on where one would do."""
-        if target.draining or target is self._lifecycle.resting or not target.outstanding:
+        if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
         return followers if followers and self._lifecycle.knows_next(target, followers) else []
@@ -174,13 +183,10 @@ class TargetPlanner:
     ) -> bool:
         """Returns whether pages were found for all."""
         all_fit = True
-        resting = target is self._lifecycle.resting
         for sequence in sequences:
             if budget <= 0:
                 break
             if sequence.state is not PREFILLING or (start := target.prefill_from(sequence)) is None:
-                continue
-            if resting and sequence.sequence_id in target.in_flight:
                 continue
             room = budget if sequence.request.prompt_logprobs is None else min(budget, MAX_SCORED_TOKENS)
             end = min(sequence.length, start + room)

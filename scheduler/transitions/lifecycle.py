@@ -36,7 +36,7 @@ from scheduler.state.workers import (
     change_state,
 )
 from scheduler.statistics import Counters
-from scheduler.transitions.making_way import find_way
+from scheduler.transitions.making_way import Way, find_way
 
 MAX_MOVES_PER_TARGET = 4
 """Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""
@@ -57,8 +57,8 @@ class Lifecycle:
         self._moves: dict[int, KvMove] = {}
         """Those that were not answered yet."""
         self._last_move_id = 0
-        self.resting: TargetWorker | None = None
-        """Whose sequences are to have no second row in flight, so that some can make way for a waiting one."""
+        self.way: Way | None = None
+        """That of the sequence which waits first, while rows of those that leave are in flight: they get no others."""
         self._draining: dict[str, TargetWorker] = {}
         self._max_per_target = config.batch_size if config.policy is Policy.EQSPEC else None
         """Sequences on one target: EQSPEC verifies all of them together."""
@@ -213,7 +213,8 @@ class Lifecycle:
 
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
-        live, admitted, self.resting = self.live, False, None
+        live, admitted, before = self.live, False, self.way
+        self.way = None
         while live.waiting and (sequence := live.waiting.first()) is not None:
             if self.fleet.accepting and not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
@@ -233,6 +234,8 @@ class Lifecycle:
                 self._find_draft(sequence)
             change_state(sequence, PREFILLING)
             admitted = True
+        if before is not None:
+            before.target.changed = True
         return admitted
 
     def _take_place(self, sequence: Sequence, positions: int) -> TargetWorker | None:
@@ -242,7 +245,7 @@ class Lifecycle:
             targets = self.fleet.targets.values()
             way = find_way(sequence, positions, self.live, targets, self.fleet.max_running, self._max_per_target)
             if way is not None and way.busy:
-                self.resting = way.target
+                self.way = way
             elif way is not None:
                 for other in way.leaving:
                     self.preempt(other)

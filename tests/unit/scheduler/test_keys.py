@@ -227,6 +227,23 @@ def test_of_few_places_a_second_key_gets_one_at_once() -> None:
         assert outputs(driver, sequence_id) == expected(driver, sequence_id)
 
 
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_of_few_pages_a_second_key_gets_many_at_once(batch_size: int) -> None:
+    """Although many sequences must leave for that, and rows of some are always in flight: those get no others."""
+    driver = Driver(max_running=16, batch_size=batch_size, draft_length=0, policy=Policy.AUTO, steps_in_flight=3)
+    driver.join("target", pages=100)
+    for sequence_id in range(40):
+        driver.submit(sequence_id, max_tokens=100, key="#greedy")
+    for _ in range(40):
+        driver.answer("target")
+    driver.submit(100, prompt_length=250, max_tokens=20, key="#modest")
+    assert steps_to_first_token(driver, 100) <= 5
+    assert driver.core.snapshot().preemptions > 5
+    driver.settle(max_steps=5000)
+    for sequence_id in (*range(40), 100):
+        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
+
+
 def test_a_key_that_asks_for_little_keeps_its_pages() -> None:
     """However urgent another key's requests are said to be: no other sequence takes those of the only one."""
     driver = Driver(draft_length=0)
