@@ -82,6 +82,12 @@ def prepare_prompts(
             text = f"{shown(tokenizer.token_text(token))}, which is token {token}"
             message = f"{name} holds {text}: the model's weights end with token {model.vocabulary_size - 1}"
             raise invalid(message, name.split("[")[0])
+        if options.prompt_logprobs is not None:
+            count, most = len(one.tokens) * (1 + options.prompt_logprobs), settings.limits.prompt_logprobs
+            if count > most:
+                field = options.names.get("prompt_logprobs", "prompt_logprobs")
+                asked = f"is {options.prompt_logprobs} for {len(one.tokens)} tokens"
+                raise invalid(f"{field} {asked}, which makes {count} log probabilities, must be at most {most}", field)
         prepared.append(one)
     return prepared
 

@@ -103,6 +103,8 @@ class Limits(_Frozen):
     """Entries of logit_bias."""
     top_logprobs: Annotated[int, Field(ge=0)] = 20
     """Likeliest tokens reported for each token."""
+    prompt_logprobs: Annotated[int, Field(ge=0)] = 200_000
+    """Log probabilities of each prompt: its tokens times one more than the likeliest ones reported for each."""
     bad_words: Annotated[int, Field(ge=0)] = 64
     """Bad words."""
     messages: Annotated[int, Field(ge=1)] = 4096

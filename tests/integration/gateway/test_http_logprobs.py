@@ -10,10 +10,20 @@ import openai
 import pytest
 
 from scheduler.messages import TokenLogprobs
+from services.gateway.settings import GatewaySettings, Limits
 from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
-from tests.integration.gateway.expected import CHAT, PROMPT, completion, encoded, expected_tokens, streamed
+from tests.integration.gateway.expected import (
+    CHAT,
+    PROMPT,
+    TIMEOUT,
+    completion,
+    encoded,
+    error_of,
+    expected_tokens,
+    streamed,
+)
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import prompt_logprobs
 from tests.support.waiting import LONG
@@ -123,6 +133,25 @@ def test_prompt_logprobs_in_the_form_of_vllm(gateways: Gateways, http: httpx.Cli
     scores = prompt_logprobs(gateways.tokenizer.encode_chat(CHAT), 0)
     assert chat["prompt_logprobs"] == in_vllms_form(gateways, scores)
     assert "prompt_logprobs" not in http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2}).json()
+
+
+def test_the_log_probabilities_of_a_prompt_are_bounded(gateways: Gateways) -> None:
+    """Each of its tokens counts, and the likeliest ones beside each."""
+    prompt = list(range(20, 24))
+    with gateways.serve(GatewaySettings(limits=Limits(prompt_logprobs=12))) as served:
+        with httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+            assert completion(http, prompt=prompt, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
+            assert completion(http, prompt=prompt * 3, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+            for asked in ({"prompt_logprobs": 3}, {"logprobs": 3, "echo": True}):
+                response = http.post("/v1/completions", json={"prompt": prompt, **asked})
+                assert response.status_code == 400
+                assert "makes 16 log probabilities, must be at most 12" in error_of(response)
+        with grpc.insecure_channel(served.address) as channel:
+            request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), prompt_logprobs=3)
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            with pytest.raises(grpc.RpcError, match="makes 16 log probabilities, must be at most 12") as refused:
+                stub.Generate(request)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_prompt_logprobs_over_grpc(gateways: Gateways, served: Served) -> None:
