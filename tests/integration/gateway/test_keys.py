@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from pydantic import SecretStr
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
+from scheduler.messages import EmitTokens, Role, SequenceRequest
 from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
 from services.observability.logs import LogFormat, install_logs
+from services.observability.observer import ServiceObserver
 from spool_client.v1 import generation_pb2 as pb
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
@@ -305,5 +308,61 @@ def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tm
             assert checked() - before <= 10
             for one in hostile:
                 one.cancel()
+            await asyncio.gather(*hostile, return_exceptions=True)
+
+    asyncio.run(drive())
+
+
+class StepsUntilAnswered(ServiceObserver):
+    """Counts the target's steps that were answered between a sequence's arrival and its first token."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.steps: int | None = None
+        self._prompt, self._sequence_id, self._replies = tuple(prompt), 0, 0
+
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
+        if request.prompt == self._prompt:
+            self._sequence_id, self._replies = request.sequence_id, 0
+
+    def step_replied(self, role: Role, *answer: object) -> None:
+        self._replies += role is Role.TARGET
+
+    def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
+        if self.steps is None and self._sequence_id in (one.sequence_id for one in emissions):
+            self.steps = self._replies
+
+
+def test_beside_a_key_that_asks_for_everything_a_request_is_answered_within_five_steps(tmp_path: Path) -> None:
+    """60 requests with 32 choices each, with the default configuration."""
+
+    async def drive() -> None:
+        tokenizer, watched, counter = save_tokenizer(tmp_path), WatchedEngine(), StepsUntilAnswered([20, 22])
+        digest = tokenizer.vocabulary_digest.hex()
+        async with (
+            running_cell(config=SchedulerConfig(), tokenizer_digest=digest, observers=[counter]) as cell,
+            running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
+            clients_of(served) as clients,
+        ):
+            watched.watch(cell.workers[1].executor)
+            watched.gate.close(but_for=3)
+            everything = {"prompt": [20, 21], "n": 32, "max_tokens": 1000, "ignore_eos": True}
+            greedy = [
+                asyncio.create_task(clients.http.post("/v1/completions", json=everything, headers=showing(GREEDY)))
+                for _ in range(60)
+            ]
+            # All of them wait or are refused.
+            await until(lambda: 32 * sum(one.done() for one in greedy) + cell.live_sequences == 60 * 32)
+            assert cell.live_sequences >= 256
+            live = cell.live_sequences
+            modest = asyncio.create_task(clients.over_http([20, 22], headers=showing(MODEST), max_tokens=1))
+            await until(lambda: cell.live_sequences == live + 1)
+            watched.gate.open()
+            assert (await modest).status == 200
+            assert {one.result().status_code for one in greedy if one.done()} == {429}
+            assert counter.steps is not None
+            assert counter.steps <= 5
+            for one in greedy:
+                one.cancel()
+            await asyncio.gather(*greedy, return_exceptions=True)
 
     asyncio.run(drive())
