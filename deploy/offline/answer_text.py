@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from services.gateway.token_strings import TokenStrings
 from services.receipts.receipt import FoundReceipt, Receipt
+from services.text.incremental_decoder import whole_text
 from services.text.tokenizer import ModelTokenizer
 
 _SHOWN = 24
@@ -36,15 +39,15 @@ def _sayings(receipt: Receipt, tokenizer: ModelTokenizer) -> list[tuple[str, str
     """What the tokens may have been answered as: with special tokens and without, after the prompt's text and without.
     Each as a whole, and without the last token, which may have ended it."""
 
-    def said(skips: bool, count: int) -> str:
-        decoder = tokenizer.decoder(receipt.prompt, skips)
-        return decoder.push(receipt.output[:count]) + decoder.finish()
-
-    count, sayings = len(receipt.output), []
+    prompt, output, strings, sayings = receipt.prompt, receipt.output, TokenStrings(tokenizer), []
     for skips in (True, False):
-        both = said(skips, count), said(skips, count - 1)
-        echo = tokenizer.decode(receipt.prompt, skips)
-        sayings += [both, (echo + both[0], echo + both[1])]
+        begun = strings.begun_character(prompt, skips)
+        both = []
+        for tokens in (output, output[:-1]):
+            decoder = tokenizer.decoder(prompt, skips, begun=begun)
+            both.append(decoder.push(tokens) + decoder.finish())
+        echo = whole_text(partial(tokenizer.decode, skip_special_tokens=skips), prompt, begun)
+        sayings += [(before + both[0], before + both[1]) for before in ("", echo)]
     return sayings
 
 

@@ -16,11 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr
 
+from deploy.offline.answer_text import text_difference
 from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 from services.gateway.settings import GatewaySettings, SamplingDefaults
 from services.receipts.fingerprint import fingerprint_name
-from services.receipts.receipt import Receipt
+from services.receipts.receipt import Receipt, receipts_in
 from services.receipts.signing import ReceiptKey
 from spool_client import Client, GenerateRequest
 from spool_client.v1 import generation_pb2_grpc
@@ -254,3 +255,45 @@ def test_what_unlike_targets_computed_together_has_no_receipt(
         assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
         [choice] = completion(http, max_tokens=9, receipt=True)["choices"]
         assert Receipt.from_json(choice["receipt"]).fingerprint == (PARTS if own == others else others)
+
+
+TEXTS: list[dict[str, Any]] = [
+    {},
+    {"echo": True},
+    {"skip_special_tokens": False},
+    {"n": 3, "temperature": 1.0},
+    {"stop": ["e", "a", "th"], "temperature": 1.0, "n": 4},
+    {"stop": ["e", "a", "th"], "include_stop_str_in_output": True, "temperature": 1.0, "n": 4},
+    {"stop_token_ids": list(range(150, 300)), "temperature": 1.0, "n": 4},
+    {"echo": True, "stop": "a", "n": 4, "temperature": 1.0},
+    {"ignore_eos": True, "return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("fields", TEXTS, ids=lambda fields: "-".join(fields) or "plain")
+def test_texts_are_found_to_be_those_of_their_tokens(
+    gateways: Gateways, http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    """As answers and in streams, of prompts that end anywhere, also within a character; not with a letter changed."""
+    prompts = [PROMPT, "caf\u00e9 ", encoded(gateways)[:-1], [*encoded(gateways), 130]]
+    changed = 0
+    for number, prompt in enumerate(prompts):
+        asked = {"prompt": prompt, "max_tokens": 40, "receipt": True, "seed": number, **fields}
+        chat = {"messages": CHAT, "max_tokens": 40, "receipt": True, "seed": number, **fields}
+        answers = [completion(http, **asked), *streamed(http, **asked)]
+        if "echo" not in fields:
+            answers.append(http.post("/v1/chat/completions", json=chat).json())
+            answers += streamed(http, "chat/completions", **chat)
+        for answer in answers:
+            for found in receipts_in(answer):
+                receipt = Receipt.from_json(found.data)
+                assert text_difference(found, receipt, gateways.tokenizer) is None, (fields, found.texts)
+                for name, text in found.texts.items():
+                    place = next((at for at, letter in enumerate(text) if letter.isascii() and letter.isalpha()), None)
+                    if place is None or not found.whole:
+                        continue
+                    wrong = f"{text[:place]}{text[place].swapcase()}{text[place + 1 :]}"
+                    other = replace(found, texts={name: wrong})
+                    assert (text_difference(other, receipt, gateways.tokenizer) or "").startswith(f"{name} goes on")
+                    changed += 1
+    assert changed >= 3
