@@ -21,6 +21,7 @@ _HEAD_WORDS = ("eagle", "medusa", "mtp", "nextn", "speculator", "mlpspeculator")
 """Parts of the names of architectures that are heads."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
 
+_MTP = re.compile(r"(^|\.)mtp")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OF_JOINING_LAYER = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head)\.")
 
@@ -57,7 +58,7 @@ def is_of_mtp_layer(name: str, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP layer of a model of so many `layers`: the model has no place
     for it."""
     number = _OF_LAYER.match(name)
-    return "mtp" in name if number is None else int(number[1]) >= layers
+    return _MTP.search(name) is not None if number is None else int(number[1]) >= layers
 
 
 def mtp_tensors(names: Collection[str], layers: int) -> set[str]:
