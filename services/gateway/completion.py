@@ -39,6 +39,7 @@ from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_cha
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.gateway.token_strings import TokenStrings
+from services.gateway.turns import KeyedThreads
 from services.observability.request_ids import (
     current_account,
     current_request_id,
@@ -60,6 +61,8 @@ _SECONDS = ("seconds", "queue_seconds", "prefill_seconds", "decode_seconds")
 
 # OpenAI's: of a text continuation that names no max_tokens.
 _CONTINUATION_TOKENS = 16
+# Between two tokens of a stream, the event loop may wait for each to give the interpreter's lock away.
+_THREADS = 2
 # Everybody may ask whether a target is up, as often as they like, and asking the schedulers costs them work.
 _READINESS_HOLDS_SECONDS = 0.5
 
@@ -221,6 +224,8 @@ class CompletionEngine:
         self.settings = settings
         self.metrics = metrics or GatewayMetrics()
         self._tracing = tracing
+        self.threads = KeyedThreads(_THREADS)
+        """For reading and preparing requests."""
         self._grammars = GrammarChecks(tokenizer.folder)
         key = settings.receipt_key
         self.receipt_key = None if key is None else ReceiptKey(key.get_secret_value())
@@ -272,8 +277,8 @@ class CompletionEngine:
         Raises RequestError or ChatTemplateError.
         """
         if isinstance(prompt, ChatPrompt):
-            return (await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings))[0]
-        return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
+            return (await self.threads.run(encode_chat, prompt, self.tokenizer, self.settings))[0]
+        return await self.threads.run(self.tokenizer.encode, prompt.text, add_special_tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
         """`name` is the field that holds the tokens, for error messages. Raises RequestError."""
@@ -283,7 +288,7 @@ class CompletionEngine:
             check_token_ids(name, tokens, info.vocabulary_size)
             return self.tokenizer.decode(tokens, False)
 
-        return await asyncio.to_thread(decode)
+        return await self.threads.run(decode)
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
@@ -318,7 +323,7 @@ class CompletionEngine:
     ) -> Completion:
         """`deadline` is a time of `time.perf_counter`."""
         name, info = await self.model(model_name)
-        plan = await asyncio.to_thread(self._plan, prompts, options, info)
+        plan = await self.threads.run(self._plan, prompts, options, info)
         prepared, sampling, form, structure = plan.prompts, plan.sampling, plan.form, plan.structure
         if structure is not None:
             sampling = replace(sampling, grammar=await self._grammar(structure, options, info))

@@ -8,13 +8,13 @@ from scheduler.messages import MAX_PRIORITY, RefusalCause
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.gateway.api_keys import cache_scope
-from services.gateway.bounded_json import read_json
 from services.gateway.completion import CompletionEngine
 from services.gateway.errors import invalid
 from services.observability.request_ids import current_account, current_request_id
 from services.receipts.fingerprint import differences
 from services.receipts.receipt import Receipt, ReceiptError
 from services.scheduler_client.remote_stream import RemoteStream
+from services.text.bounded_json import read_json
 
 # Of the output, tokens in one pass, beside what others decode and prefill.
 _DRAFT_LENGTH = 63
@@ -30,7 +30,7 @@ async def replay(text: str, engine: CompletionEngine) -> str | None:
         raise invalid("this server signs no receipts (gateway.receipt_key_file), and takes none", "receipt")
     _, info = await engine.model(None)
     try:
-        receipt = await asyncio.to_thread(_read, text, engine.receipt_key.public)
+        receipt = await engine.threads.run(_read, text, engine.receipt_key.public)
         if unlike := differences(receipt.fingerprint, info.fingerprint):
             return f"fingerprint, in the receipt and of the targets: {'; '.join(unlike)}"
         return await _compared(receipt, await _submitted(receipt, engine))

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+from services.observability.request_ids import current_account
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TooManyWaitError(Exception):
@@ -74,3 +82,20 @@ class KeyTurns:
         line.remove(turn)
         if not line:
             del self._lines[key]
+
+
+class KeyedThreads:
+    """Threads for work that takes long, in which API keys take turns."""
+
+    def __init__(self, count: int) -> None:
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="requests")
+        self._turns = KeyTurns(count, count)
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `asyncio.to_thread`. Work that has begun goes on when nobody waits for it any more, in its key's place."""
+        account, context = current_account(), contextvars.copy_context()
+        await self._turns.take(account)
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._threads, lambda: context.run(work, *args, **kwargs))
+        running.add_done_callback(lambda _: self._turns.give_back(account))
+        return await asyncio.shield(running)

@@ -133,7 +133,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.TokenizeResponse:
         _, info = await self.engine.model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        text = await asyncio.to_thread(text_from_message, request, self.engine.settings.limits)
+        text = await self.engine.threads.run(text_from_message, request, self.engine.settings.limits)
         tokens = await self.engine.tokenize(text, special)
         return pb.TokenizeResponse(token_ids=tokens, max_sequence_length=info.max_sequence_length)
 
@@ -188,8 +188,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         left = context.time_remaining()
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
         limits = self.engine.settings.limits
-        options = await asyncio.to_thread(options_from_message, request, timeout, limits)
-        prompt = await asyncio.to_thread(prompt_from_message, request, limits)
+        options = await self.engine.threads.run(options_from_message, request, timeout, limits)
+        prompt = await self.engine.threads.run(prompt_from_message, request, limits)
         return await self.engine.start(request.model, [prompt], options)
 
 

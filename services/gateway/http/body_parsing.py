@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
@@ -12,14 +11,15 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from services.gateway.bounded_json import check_size, read_json
+from services.gateway.completion import CompletionEngine
 from services.gateway.errors import invalid
 from services.gateway.http.openai_errors import validation_error
 from services.gateway.options import check_counts, check_length
 from services.gateway.settings import Limits
+from services.text.bounded_json import check_size, read_json
 
 
-def parsing_route(limits: Limits) -> type[APIRoute]:
+def parsing_route(engine: CompletionEngine) -> type[APIRoute]:
     """The class of routes whose bodies are parsed and validated off the event loop."""
 
     class ParsingRoute(APIRoute):
@@ -33,7 +33,7 @@ def parsing_route(limits: Limits) -> type[APIRoute]:
                 read = _ParsedRequest(request.scope, request.receive)
                 body = await read.body()
                 if body and "json" in request.headers.get("content-type", "").lower():
-                    read.parsed = await asyncio.to_thread(parsed, body, adapter, limits)
+                    read.parsed = await engine.threads.run(parsed, body, adapter, engine.settings.limits)
                 return await handle(read)
 
             return parse_and_handle

@@ -46,7 +46,7 @@ RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 
 def generation_router(engine: CompletionEngine) -> APIRouter:
-    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine.settings.limits))
+    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine))
     numbers = TokenNumbers(engine.tokenizer)
 
     async def respond(
@@ -57,7 +57,7 @@ def generation_router(engine: CompletionEngine) -> APIRouter:
         build: Callable[[Completion, TokenStrings], ChatBuilder | CompletionBuilder],
     ) -> Response:
         # Long conversations, and answers with many log probabilities, take long to change from one form to another.
-        prompts, options = await asyncio.to_thread(lambda: (read_prompts(), body.options(time_limit)))
+        prompts, options = await engine.threads.run(lambda: (read_prompts(), body.options(time_limit)))
         completion = scope.enter_context(await engine.start(body.model, prompts, options))
         builder = build(completion, numbers if body.return_tokens_as_token_ids else engine.strings)
         headers = {SEED_HEADER: str(completion.seed)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from importlib.metadata import version
@@ -41,7 +40,7 @@ _REPLACEMENT_SECONDS = 30.0
 
 def service_router(engine: CompletionEngine) -> APIRouter:
     """Routes that need an API key, if keys are set."""
-    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine.settings.limits))
+    router = APIRouter(responses=ERRORS, route_class=parsing_route(engine))
     started = int(time.time())
 
     def model_shape(name: str, info: ServedModel) -> ModelShape:
@@ -71,7 +70,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
     @router.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeBody) -> Response:
         _, info = await engine.model(body.model)
-        tokens = await engine.tokenize(await asyncio.to_thread(body.prompt_given), body.add_special_tokens)
+        tokens = await engine.tokenize(await engine.threads.run(body.prompt_given), body.add_special_tokens)
 
         def text() -> str:
             words = [engine.strings.of(token).text for token in tokens] if body.return_token_strs else None
@@ -80,7 +79,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
                 count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=words
             ).model_dump_json()
 
-        return Response(await asyncio.to_thread(text), media_type="application/json")
+        return Response(await engine.threads.run(text), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:

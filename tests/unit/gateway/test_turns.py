@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from services.gateway.turns import KeyTurns, TooManyWaitError
+from services.gateway.turns import KeyedThreads, KeyTurns, TooManyWaitError
+from services.observability.request_ids import note_key
+from tests.support.waiting import LONG, until
 
 
 async def begun(turns: KeyTurns, keys: str) -> tuple[list[asyncio.Task[None]], list[str]]:
@@ -83,5 +86,38 @@ def test_who_leaves_takes_no_turn() -> None:
         await given_back(turns, "e")
         async with turns.place("f"):
             pass
+
+    asyncio.run(drive())
+
+
+def test_keys_take_turns_in_threads() -> None:
+    """Also where the requests whose work is under way have been given up."""
+
+    async def drive() -> None:
+        threads, done = KeyedThreads(2), threading.Semaphore(0)
+        order: list[str] = []
+
+        def work(name: str) -> str:
+            order.append(name)
+            done.acquire(timeout=LONG)
+            return name
+
+        async def asked(key: str, name: str) -> str:
+            note_key(key, b"")
+            return await threads.run(work, name)
+
+        many = [asyncio.create_task(asked("many", f"many {number}")) for number in range(6)]
+        await until(lambda: len(order) == 2)
+        one = asyncio.create_task(asked("one", "one"))
+        await asyncio.sleep(0)
+        for given_up in (*many[:2], many[4]):
+            given_up.cancel()
+        await asyncio.gather(*many[:2], many[4], return_exceptions=True)
+        assert len(order) == 2  # what has begun keeps its thread
+        for _ in range(5):
+            done.release()
+        assert await asyncio.gather(one, many[2], many[3], many[5]) == ["one", "many 2", "many 3", "many 5"]
+        assert "one" in order[2:4]
+        assert sorted(order) == ["many 0", "many 1", "many 2", "many 3", "many 5", "one"]
 
     asyncio.run(drive())
