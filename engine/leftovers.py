@@ -21,6 +21,8 @@ _CHANGE_NOTHING = re.compile(
             r"(^|\.)(inv_freq|original_inv_freq|cos_cached|sin_cached)$",
             r"(^|\.)(attn|attention|attn\.attention)\.(bias|masked_bias|causal_mask)$",
             r"(^|\.)(position_ids|num_batches_tracked)$",
+            # Of KV, which Spool does not quantise as a checkpoint says.
+            r"\.(k_proj|v_proj|self_attn|attn)\.[kv]_scale$",
             # Versions of formats.
             r"(^|\.)(encoder|decoder)\.version$",
             # Towers for images and sound, heads for sentences, and values of tokens: beside the text.

@@ -99,8 +99,10 @@ def checkpoint_weights(
                 yield name, _int_weight(checkpoint, layer)
             elif kind == "weight" and stored.dtype in _FLOATS_8:
                 yield name, _float_weight(checkpoint, layer, _block(quantization))
-            elif kind not in CODE_PARTS and not is_ignored(name, ignored):
-                yield name, checkpoint.read(name, None if changes_nothing(name) else (*PLAIN_FLOATS,))
+            elif kind not in CODE_PARTS:
+                may_be_left_out = changes_nothing(name) or is_ignored(name, ignored)
+                if stored.dtype in PLAIN_FLOATS or not may_be_left_out:
+                    yield name, checkpoint.read(name, (*PLAIN_FLOATS,))
         refuse_unused(folder.name, checkpoint.left_over(prefix), ignored)
 
 
@@ -133,10 +135,15 @@ class _Checkpoint:
         return tensor
 
     def left_over(self, prefix: str) -> list[str]:
-        """Tensors with `prefix` that nothing has read, though they are parts of codes, and not of activations."""
-        names = [name for name in self.stored if name.startswith(prefix) and name not in self._read]
-        kinds = {name: name.rpartition(".")[2] for name in names}
-        return [name for name in names if kinds[name] not in ACTIVATION_PARTS and not self._is_no_shift(name)]
+        """Tensors with `prefix` that nothing has read, and that are not known to change nothing."""
+        names = {name for name in self.stored.keys() - self._read if name.startswith(prefix)}
+        return [
+            name
+            for name in names
+            if name.rpartition(".")[2] not in ACTIVATION_PARTS
+            and not changes_nothing(name)
+            and not self._is_no_shift(name)
+        ]
 
     def _is_no_shift(self, name: str) -> bool:
         """Whether a tensor has zero points of codes whose zero is 0 anyway."""

@@ -68,7 +68,8 @@ _OF_ARCHITECTURE: Mapping[str, _Rule] = {
     **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.key_length"), _any),
     **dict.fromkeys(("attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count"), _any),
     **dict.fromkeys(("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), _any),
-    **dict.fromkeys(("rope.scaling.original_context_length", "rope.scaling.finetuned", "vocab_size"), _any),
+    **dict.fromkeys(("rope.scaling.original_context_length", "vocab_size"), _any),
+    "rope.scaling.finetuned": _only(True, False),
     "rope.freq_base_swa": _is_for("general.architecture", "gemma3"),
     "attention.sliding_window": _sees_everything,
     "attention.sliding_window_pattern": _is_gemma3_pattern,
@@ -88,7 +89,7 @@ _OF_ARCHITECTURE: Mapping[str, _Rule] = {
 }
 _TOKENS: Mapping[str, _Rule] = {
     **dict.fromkeys(("model", "pre", "tokens", "token_type", "scores", "merges"), _any),
-    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), _any),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), _only(True, False)),
     **dict.fromkeys((f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")), _any),
     # Names of tokens that nothing adds to a text by itself.
     **dict.fromkeys((f"{name}_token_id" for name in ("seperator", "separator", "mask", "cls")), _any),

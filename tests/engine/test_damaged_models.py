@@ -250,6 +250,8 @@ HARMLESS = {
     "model.layers.2.eh_proj.weight": ONES,
     "model.layers.2.mlp.up_proj.weight": ONES,
     "mtp.fc.weight": ONES,
+    "model.layers.0.self_attn.k_proj.k_scale": ONES,
+    "model.layers.0.self_attn.v_scale": ONES.to(torch.float8_e4m3fn),
     "vision_tower.patches.weight": ONES,
     "model.visual.patches.weight": ONES,
     "v_head.summary.weight": ONES,

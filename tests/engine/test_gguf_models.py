@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         stated("tokenizer.ggml.add_suffix", True),
         r"tokenizer\.ggml\.add_suffix is True",
     ),
+    "no flag": ("llama", stated("tokenizer.ggml.add_bos_token", "no"), r"tokenizer\.ggml\.add_bos_token is 'no'"),
     "another tokenizer": ("llama", stated("tokenizer.rwkv.world", "x"), r"tokenizer\.rwkv\.world is 'x'"),
     "an adapter": ("llama", stated("adapter.lora.alpha", 8.0), r"adapter\.lora\.alpha is 8\.0"),
     "factors beside yarn": (
