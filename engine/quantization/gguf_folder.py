@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from engine.errors import UnsupportedModelError, one_line
 from engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
 from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_keys import SAMPLING
+from engine.quantization.gguf_keys import sampling_defaults
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
@@ -102,9 +102,8 @@ def write_model_files(file: GgufFile, folder: Path) -> None:
     ends = [ids["eos"], *stated, *map(tokenizer.token_to_id, _ENDS)]
     generation = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
     generation["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
-    for key, name in SAMPLING.items():
-        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
-            generation[name] = _shortest(value) if isinstance(value, float) else value
+    for name, value in sampling_defaults(file).items():
+        generation[name] = _shortest(value) if isinstance(value, float) else value
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -5,6 +5,7 @@ Knows no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,14 @@ from engine.errors import UnsupportedModelError
 from engine.leftovers import WAY_OUT, is_ignored
 from engine.quantization.gguf_file import GgufFile
 
-SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+_SAMPLING = {
+    "temp": ("temperature", 0.0, 100.0),
+    "top_k": ("top_k", 0.0, math.inf),
+    "top_p": ("top_p", 0.0, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "penalty_repeat": ("repetition_penalty", 0.01, 100.0),
 }
-"""After `general.sampling.`, what generation_config.json calls the same."""
+"""After `general.sampling.`: what generation_config.json calls the same, and the least and the most that it may be."""
 
 _Rule = Callable[[Any, GgufFile], bool]
 """Whether a key with this value is read, or changes nothing."""
@@ -31,6 +32,10 @@ def _any(value: object, file: GgufFile) -> bool:
 
 def _only(*allowed: object) -> _Rule:
     return lambda value, file: value in allowed
+
+
+def _within(least: float, most: float) -> _Rule:
+    return lambda value, file: isinstance(value, int | float) and value is not True and least <= value <= most
 
 
 def _is_for(key: str, *allowed: object) -> _Rule:
@@ -102,12 +107,23 @@ _TOKENS: Mapping[str, _Rule] = {
 _GENERAL: Mapping[str, _Rule] = {
     "type": _only("model"),
     "quantization_version": _only(2),
-    **dict.fromkeys((f"sampling.{name}" for name in SAMPLING), _any),
+    **{f"sampling.{name}": _within(*limits) for name, (_, *limits) in _SAMPLING.items()},
 }
 _TOWERS = ("vision.", "audio.", "mm.")
 """Of an architecture's keys, those that are of towers for images and sound beside the text model."""
 _OTHER_KINDS = ("adapter", "clip", "diffusion", "xielu")
 """Namespaces of what is no plain decoder. Any further ones are notes of whoever made the file."""
+
+
+def sampling_defaults(file: GgufFile) -> dict[str, Any]:
+    """What the file says of sampling, by the names of generation_config.json; without values that `check_keys`
+    refuses."""
+    found: dict[str, Any] = {}
+    for key, (name, *limits) in _SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if _within(*limits)(value, file):
+            found[name] = value
+    return found
 
 
 def check_keys(file: GgufFile, ignored: Sequence[str]) -> None:

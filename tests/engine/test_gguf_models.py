@@ -145,6 +145,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "no model": ("llama", stated("general.type", "adapter"), r"general\.type is 'adapter'"),
     "older codes": ("llama", stated("general.quantization_version", 1), r"general\.quantization_version is 1"),
     "another way to sample": ("llama", stated("general.sampling.mirostat", 2), r"general\.sampling\.mirostat is 2"),
+    "a probability of 2": ("llama", stated("general.sampling.top_p", 2.0), r"general\.sampling\.top_p is 2\.0"),
+    "no number": ("llama", stated("general.sampling.temp", "hot"), r"general\.sampling\.temp is 'hot'"),
     "a map of characters": (
         "llama",
         stated("tokenizer.ggml.precompiled_charsmap", [1]),
