@@ -28,6 +28,8 @@ _FORMATS = {
 _FLOATS = ("F16", "BF16", "F32")
 _FLOATS_8 = ("F8_E4M3", "F8_E5M2")
 _INTS = ("I32", "I64")
+# Last parts of the names under which a checkpoint holds a weight: one of them for each.
+_WEIGHT_FORMS = ("qweight", "weight", "weight_packed")
 # AWQ spreads eight neighbouring outputs over a word: where each of them is, in four bits.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -51,15 +53,18 @@ def check_quantization(config: PreTrainedConfig) -> None:
         formats = {quantization.get("format"), *(group.get("format") for group in groups)} - {None}
         bits = {group["weights"].get("num_bits") for group in groups}
     else:
-        named = quantization.get("version") or quantization.get("checkpoint_format") or quantization.get("format")
-        formats = {_FORMATS[method][0] if method == "fp8" or named is None else str(named).lower()}
+        formats = _named_formats(quantization)
         bits = {quantization.get("bits", quantization.get("w_bit", 8 if method == "fp8" else 4))}
-    if quantization.get("backend") == "llm-awq":
+    if str(quantization.get("backend")).lower() == "llm-awq":
         formats = {"llm-awq"}
     if not formats <= {*_FORMATS[method]}:
         raise UnsupportedModelError(
             f"{family} has weights quantised by {method} in format {', '.join(sorted(map(str, formats)))}, "
             f"must be {' or '.join(_FORMATS[method])}"
+        )
+    if method != "compressed-tensors" and len(formats) > 1:
+        raise UnsupportedModelError(
+            f"{family} has weights quantised by {method} in format {' and '.join(sorted(formats))}, must be in one"
         )
     if not bits <= ({4} if method == "awq" else {4, 8}):
         raise UnsupportedModelError(
@@ -88,13 +93,15 @@ def checkpoint_weights(
             layer, _, kind = name.rpartition(".")
             if not name.startswith(prefix):
                 continue
+            forms = [f"{layer}.{form}" for form in _WEIGHT_FORMS if f"{layer}.{form}" in checkpoint.stored]
+            if kind in _WEIGHT_FORMS and len(forms) > 1:
+                raise UnsupportedModelError(f"{folder.name} holds {' and '.join(forms)}, which are one weight")
             if kind == "weight_packed":
                 yield f"{layer}.weight", _packed_weight(checkpoint, layer)
             elif kind == "qweight" and quantization["quant_method"] == "awq":
                 yield f"{layer}.weight", _awq_weight(checkpoint, layer)
             elif kind == "qweight":
-                one_less = quantization.get("checkpoint_format", quantization.get("format")) != "gptq_v2"
-                yield f"{layer}.weight", _gptq_weight(checkpoint, layer, one_less)
+                yield f"{layer}.weight", _gptq_weight(checkpoint, layer, _named_formats(quantization) != {"gptq_v2"})
             elif kind == "weight" and stored.dtype == "I8":
                 yield name, _int_weight(checkpoint, layer)
             elif kind == "weight" and stored.dtype in _FLOATS_8:
@@ -309,6 +316,14 @@ def _block(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     named = [(group.get("weights") or {}).get("block_structure") for group in groups]
     block = quantization.get("weight_block_size") or next(filter(None, named), None)
     return None if block is None else (block[0], block[1])
+
+
+def _named_formats(quantization: Mapping[str, Any]) -> set[str]:
+    """Formats of AWQ, GPTQ and FP8 that a configuration names, or the usual one."""
+    method = quantization["quant_method"]
+    named = [quantization.get(field) for field in ("version", "checkpoint_format", "format")]
+    found = {str(name).lower() for name in named if name} if method != "fp8" else set()
+    return found or {_FORMATS[method][0]}
 
 
 def _quantization(config: PreTrainedConfig) -> Mapping[str, Any]:

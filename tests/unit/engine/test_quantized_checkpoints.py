@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,12 @@ def gptq(bits: int, groups: int = 2, inputs: int = 128, order: str = "plain", ve
     return Case(quantization, tensors, expected, form)
 
 
+def gptq_v2(**quantization: Any) -> Case:
+    """Whose configuration says so in fields of its own."""
+    case = gptq(4, version="gptq_v2")
+    return replace(case, quantization={**case.quantization, "checkpoint_format": None, **quantization})
+
+
 def borrowed() -> Case:
     """Zero points that are 0: one less is taken off the whole word, so the next number lends to it."""
     case = gptq(4)
@@ -195,6 +201,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "gptq, 4 bits": lambda: gptq(4),
     "gptq, 4 bits, v1 by name": lambda: gptq(4, version="gptq"),
     "gptq, 4 bits, v2": lambda: gptq(4, version="gptq_v2"),
+    "gptq, 4 bits, v2 by format": lambda: gptq_v2(format="gptq_v2"),
+    "gptq, 4 bits, v2 by version": lambda: gptq_v2(version="gptq_v2"),
+    "gptq, 4 bits, v2 in capitals": lambda: gptq_v2(checkpoint_format="GPTQ_V2"),
     "gptq, 8 bits": lambda: gptq(8, groups=4),
     "gptq, 8 bits, per output, v2": lambda: gptq(8, groups=1, version="gptq_v2"),
     "gptq, no order in the file": lambda: gptq(4, order="unsaid"),
@@ -333,6 +342,22 @@ def test_a_part_of_codes_that_no_weight_takes_is_refused(
     assert dict(checkpoint_weights(tmp_path, config, ignored=["*"])).keys() == {WEIGHT, NORM}
 
 
+@pytest.mark.parametrize(
+    ("case", "name", "tensor"),
+    [
+        (gptq(4), "weight", torch.ones(24, 128)),
+        (awq(), "weight", torch.ones(24, 128).char()),
+        (whole_bytes(1), "weight_packed", packed(4, 1, 96).tensors["weight_packed"]),
+    ],
+)
+def test_a_weight_that_is_stored_twice_is_refused(case: Case, name: str, tensor: torch.Tensor, tmp_path: Path) -> None:
+    other = next(part for part in case.tensors if part in ("weight", "qweight"))
+    config = write(tmp_path, replace(case, tensors={**case.tensors, name: tensor}))
+    names = " and ".join(rf"{LAYER}\.{part}" for part in sorted([name, other]))
+    with pytest.raises(UnsupportedModelError, match=f"holds {names}, which are one weight"):
+        list(checkpoint_weights(tmp_path, config))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_codes_under_another_name_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     more = {"experts": torch.ones(24, 96).to(dtype)}
@@ -382,6 +407,11 @@ def test_a_quantization_is_found_wherever_checkpoints_state_it(place: str, tmp_p
         ({"quant_method": "awq", "bits": 8}, "to 8 bits, must be 4"),
         ({"quant_method": "gptq", "bits": 3}, "to 3 bits, must be 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in format marlin, must be gptq or"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "format": "gptq_v2"},
+            "in format gptq and gptq_v2, must be in one",
+        ),
+        ({"quant_method": "awq", "bits": 4, "backend": "LLM-AWQ"}, "in format llm-awq, must be gemm"),
         (compressed("nvfp4-pack-quantized", 4), "in format nvfp4-pack-quantized, must be pack-quantized"),
         (compressed("pack-quantized", 2), "to 2 bits, must be 4 or 8"),
         ({**compressed("pack-quantized", 4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "a sparsity_config"),
