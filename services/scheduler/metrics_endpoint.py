@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -30,10 +31,10 @@ _CONNECTIONS = 16
 class MetricsEndpoint:
     """Serves what `families` gives on `host`:`port` (0: a free port) for as long as the `async with` block lasts.
 
-    The server and its connections, 16 at most, have threads; where a client is silent for `silence_seconds`, its
-    connection is closed. `families` is called on the event loop, once for all scrapes of half a second. Nobody has to
-    show a key. A port in use is no error: another scheduler may be about to leave it, so the endpoint tries again every
-    `retry_seconds`. `clock` gives monotonic seconds.
+    The server and its connections, 16 at most, have threads; a connection that is still open after
+    `connection_seconds`, whatever its client does, is closed. `families` is called on the event loop, once for all
+    scrapes of half a second. Nobody has to show a key. A port in use is no error: another scheduler may be about to
+    leave it, so the endpoint tries again every `retry_seconds`. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class MetricsEndpoint:
         port: int,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = 5.0,
-        silence_seconds: float = 5.0,
+        connection_seconds: float = 10.0,
     ) -> None:
         self._families = families
         self._clock = clock
         self._retry_seconds = retry_seconds
-        self._silence_seconds = silence_seconds
+        self._connection_seconds = connection_seconds
         self._host = host
         self._port = port
         self._server: WSGIServer | None = None
@@ -86,7 +87,7 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(_FromLoop(self._families, asyncio.get_running_loop(), self._clock))
         try:
-            self._server = _Server(self._host, self._port, self._silence_seconds)
+            self._server = _Server(self._host, self._port, self._connection_seconds)
         except OSError as error:
             return error
         self._server.set_app(make_wsgi_app(registry))
@@ -110,24 +111,39 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, silence_seconds: float) -> None:
+    def __init__(self, host: str, port: int, connection_seconds: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._silence_seconds = silence_seconds
-        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        self._connection_seconds = connection_seconds
+        # When each open connection has to end.
+        self._ends: dict[Any, float] = {}
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        if len(self._ends) >= _CONNECTIONS:
             self.shutdown_request(request)
             return
-        request.settimeout(self._silence_seconds)
+        self._ends[request] = time.monotonic() + self._connection_seconds
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def shutdown_request(self, request: Any) -> None:
+        """At the end of a connection, also of one whose thread could not be started."""
+        self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second, and after each new connection."""
+        self._end_connections(time.monotonic())
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._end_connections(math.inf)
+
+    def _end_connections(self, now: float) -> None:
+        """Those whose time is over: their threads wake up, and close them."""
+        for request, end in self._ends.copy().items():
+            if end <= now:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a scrape failed", exc_info=True)
