@@ -51,7 +51,9 @@ def test_limits(tokenizer: Tokenizer) -> None:
     check_grammar(tokens, definition("regex", "a+"))
     with pytest.raises(GrammarError, match=r"^no text fits$"):
         check_grammar(tokens, definition("lark", "start: A\nA: /a/ & /b/"))
-    for bad in (definition("grammar", "start: A\nA: /a/ & /b/"), definition("json_schema", '{"type": "x"}'), "{"):
+    with pytest.raises(ValueError, match="type is 'x', must be one of"):
+        definition("json_schema", '{"type": "x"}')
+    for bad in (definition("grammar", "start: A\nA: /a/ & /b/"), "{"):
         with pytest.raises(GrammarError):
             check_grammar(tokens, bad)
     with pytest.raises(ValueError, match=r"grammar has 65537 characters, must have between 1 and 65536"):
