@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,9 @@ def check_config(config: PreTrainedConfig) -> None:
     if family not in SOLO_FAMILIES:
         _check_attention(config)
     text = config.get_text_config(decoder=True)
+    if not getattr(text, "is_causal", True):
+        raise UnsupportedModelError(f"{family} has is_causal {text.is_causal}, only causal models are supported")
+    _check_windows(text)
     rope = getattr(text, "rope_parameters", None) or {}
     of_layers = {place: one for place, one in rope.items() if isinstance(one, dict) and "rope_type" in one}
     for kind in {one["rope_type"] for one in of_layers.values()} & _MOVING_ROPE:
@@ -68,6 +72,18 @@ def _check_attention(config: PreTrainedConfig) -> None:
             f"{family} has layers of {', '.join(map(str, sorted(heads)))} attention heads, must be of "
             f"num_attention_heads, which is {config.num_attention_heads}"
         )
+
+
+def _check_windows(text: PreTrainedConfig) -> None:
+    """Windows and chunks are of families that know them: the modules of any other see everything."""
+    for field in ("sliding_window", "attention_chunk_size"):
+        # Those of many published models are off, or as long as the longest text.
+        length = getattr(text, field, None) if getattr(text, "use_sliding_window", True) else None
+        sees_all = not length or length >= getattr(text, "max_position_embeddings", sys.maxsize)
+        if not sees_all and not hasattr(type(text), field) and not hasattr(type(text)(), field):
+            raise UnsupportedModelError(f"{text.model_type} has {field} {length}, which its layers do not have")
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and not hasattr(text, "sliding_window"):
+        raise UnsupportedModelError(f"{text.model_type} has layers of type sliding_attention, which it does not know")
 
 
 def has_moving_rope(config: PreTrainedConfig) -> bool:

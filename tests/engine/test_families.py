@@ -270,6 +270,7 @@ def test_positions_do_not_depend_on_the_batch(
     [
         ("phimoe", {"rope_parameters": LONGROPE | MSCALES}, "type longrope, which is supported in llama and phi3 only"),
         ("qwen2", {"rope_parameters": LONGROPE | {"rope_type": "dynamic"}}, "type dynamic, which is supported in"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of type sliding_attention, which it does not"),
         ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "layers of 8 attention heads, must be of num_attention"),
     ],
 )
@@ -277,6 +278,31 @@ def test_layers_that_no_test_has_tried_are_refused(family: str, changed: dict[st
     config = tiny_config(family)
     with pytest.raises(UnsupportedModelError, match=reason):
         check_config(type(config)(**config.to_dict() | changed))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi", "gemma2", "bloom"])
+def test_models_that_see_later_positions_are_refused(family: str) -> None:
+    config = tiny_config(family)
+    check_config(type(config)(**config.to_dict() | {"is_causal": True}))
+    with pytest.raises(UnsupportedModelError, match=f"{family} has is_causal False, only causal"):
+        check_config(type(config)(**config.to_dict() | {"is_causal": False}))
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+@pytest.mark.parametrize("family", ["llama", "granite", "glm4", "olmo2", "gemma", "falcon"])
+def test_windows_of_families_without_them_are_refused(family: str, field: str) -> None:
+    config = tiny_config(family)
+    for served in ({field: None}, {field: 4096}, {field: WINDOW, "use_sliding_window": False}):
+        check_config(type(config)(**config.to_dict() | served))
+    with pytest.raises(UnsupportedModelError, match=f"{family} has {field} {WINDOW}, which its layers do not have"):
+        check_config(type(config)(**config.to_dict() | {field: WINDOW}))
+
+
+@pytest.mark.parametrize("family", sorted(PROVED_FAMILIES | SOLO_FAMILIES))
+def test_windows_that_families_have_are_not_refused(family: str) -> None:
+    config = tiny_config(family)
+    if hasattr(config, "sliding_window"):
+        check_config(config)
 
 
 def test_the_page_of_models_lists_the_families() -> None:
