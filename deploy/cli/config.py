@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,8 @@ def chosen_file(file: Path | None) -> Path | None:
     """`file` itself, or else `spool.yaml` in the working directory if there is one."""
     if file is not None:
         return file
-    return _DEFAULT_FILE if _DEFAULT_FILE.is_file() else None
+    # Also one that cannot be read, as a link to nothing: loading says so.
+    return _DEFAULT_FILE if os.path.lexists(_DEFAULT_FILE) else None
 
 
 @config_app.command("show")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,13 @@ def load_configuration(
         return "" if file is None else str(file)
 
     try:
-        return SpoolConfig.model_validate(data)
+        config = SpoolConfig.model_validate(data)
+        found = list(_booleans_as_numbers(data, config))
     except ValidationError as error:
-        found = problems_of(error, field_names())
-        raise ConfigurationError([Problem(origin(path), ".".join(path), text) for path, text in found]) from None
+        found = list(problems_of(error, field_names()))
+    if found:
+        raise ConfigurationError([Problem(origin(path), ".".join(path), text) for path, text in found])
+    return config
 
 
 def configuration_from(data: Mapping[str, Any]) -> SpoolConfig:
@@ -66,6 +69,20 @@ def parse_override(text: str) -> GivenValue:
         return GivenValue(path, yaml.safe_load(value), origin)
     except yaml.YAMLError as error:
         raise ConfigurationError([Problem(origin, "", f"the value is not YAML: {error}")]) from error
+
+
+def _booleans_as_numbers(given: Any, read: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and message of each boolean of what was given that pydantic has read as something else."""
+    if isinstance(given, bool):
+        if not isinstance(read, bool):
+            yield path, f"is {str(given).lower()}, must be a number"
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            below = read.get(name) if isinstance(read, Mapping) else getattr(read, str(name), None)
+            yield from _booleans_as_numbers(value, below, (*path, str(name)))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for number, (value, below) in enumerate(zip(given, read, strict=False)):
+            yield from _booleans_as_numbers(value, below, (*path, str(number)))
 
 
 def _put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -113,6 +113,13 @@ internal:
         ),
         ("models:\n  device: cuda:1", "models.device is 'cuda:1', must be 'auto', 'cpu' or 'cuda'"),
         ("models:\n  draft: none\n  draft_lookup: 3", "models.draft_lookup is 3, must be unset where draft is none"),
+        ("gateway:\n  port: true", "gateway.port is true, must be a number"),
+        ("gateway:\n  limits: {sequences: true}", "gateway.limits.sequences is true, must be a number"),
+        ("groups:\n  draft: {resources: {a: true}}", "groups.draft.resources.a is true, must be a number"),
+        (
+            f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}', max_running: true}}",
+            "auth.keys.0.max_running is true, must be a number",
+        ),
         ("models:\n  target: ngram", "models.target is 'ngram', must be a model"),
         ("internal:\n  token_env: A\n  token_file: b", "internal.token_file is given together with token_env"),
     ],
@@ -177,6 +184,10 @@ def test_a_target_over_several_ranks(file: Path) -> None:
         ("models.target=[", "--set models.target=[: the value is not YAML"),
         ("scheduling.max_running=0", "--set scheduling.max_running=0: scheduling.max_running is 0, must be"),
         ("scheduling.batch_size=many", "--set scheduling.batch_size=many: scheduling.batch_size is 'many', must be a"),
+        (
+            "scheduling.draft_length=false",
+            "--set scheduling.draft_length=false: scheduling.draft_length is false, must be a number",
+        ),
         ("nothing.at=1", "--set nothing.at=1: nothing is no field of Spool"),
         ("models.target.x=1", "--set models.target.x=1: models.target is a section, must be a valid string"),
     ],
@@ -287,6 +298,20 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text(shown)
     again = load_configuration(file)
     assert (again.models.target, again.engine.kv_memory, again.gateway.port) == ("x", 2 << 30, 8000)
+
+
+@pytest.mark.parametrize(("kind", "trouble"), [("link", "No such file or directory"), ("folder", "Is a directory")])
+def test_a_default_file_that_cannot_be_read_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, trouble: str
+) -> None:
+    monkeypatch.chdir(file.parent)
+    if kind == "link":
+        file.symlink_to("nowhere.yaml")
+    else:
+        file.mkdir()
+    for words in (["config", "show"], ["config", "render"], ["serve", "--no-ray"]):
+        assert cli.run(words) == 2
+        assert capsys.readouterr().err == f"spool: spool.yaml: cannot be read: {trouble}\n"
 
 
 def test_files_that_are_not_here_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
