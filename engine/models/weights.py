@@ -162,7 +162,9 @@ def check_loaded(
                 "nothing in the folder says how its numbers are quantised"
             )
     refuse_unused(folder.name, unused, ignored)
-    for name, weights in model.named_parameters():
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point())
+    for name, weights in (*model.named_parameters(), *buffers):
         file = stored[name].file if name in stored else folder
         # One cheap pass: where a number is NaN, so are both ends.
         if weights.numel() and not torch.isfinite(torch.stack(torch.aminmax(weights.detach()))).all():

@@ -304,6 +304,19 @@ def test_experts_in_float8_without_scales_are_refused(tmp_path: Path) -> None:
         load_target(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_biases_of_experts_are_finite(family: str, value: float, tmp_path: Path) -> None:
+    more = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+    tiny_model(family, **more).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in stored if name.endswith("e_score_correction_bias"))
+    stored[name][0] = value
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="e_score_correction_bias holds a value that is not a finite"):
+        load_target(tmp_path)
+
+
 def test_pickled_weights_are_numbers_with_a_place(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.config.save_pretrained(tmp_path)
