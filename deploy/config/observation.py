@@ -74,6 +74,16 @@ class TracingSettings(Section):
 
     def problems(self) -> Iterator[str]:
         if self.endpoint is not None and self.endpoint != "console":
-            parts = urlsplit(self.endpoint)
-            if parts.scheme not in ("http", "https") or not parts.netloc:
+            if "@" in self.endpoint:
+                # It would be printed with the rest of the URL.
+                yield "endpoint holds a user or password, must not: OTEL_EXPORTER_OTLP_HEADERS is for these"
+            elif not _is_http_url(self.endpoint):
                 yield f"endpoint is {self.endpoint!r}, must be `console` or an http or https URL"
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc)

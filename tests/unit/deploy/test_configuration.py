@@ -100,6 +100,9 @@ internal:
             "auth.keys.1.digest is that of keys.0, must differ",
         ),
         ("tracing:\n  endpoint: 'ftp://a'", "tracing.endpoint is 'ftp://a', must be `console` or an http or https URL"),
+        ("tracing:\n  endpoint: 'http://[::1'", "tracing.endpoint is 'http://[::1', must be `console` or an http"),
+        ("tracing:\n  endpoint: 'http://a:b@c'", "tracing.endpoint holds a user or password, must not: OTEL_EXP"),
+        ("tracing:\n  endpoint: 'grpc://a@c'", "tracing.endpoint holds a user or password, must not: OTEL_EXP"),
         ("ray:\n  address: here", "ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "gateway.grpc_port is 8000, must differ from port"),
         (
