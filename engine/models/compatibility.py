@@ -16,6 +16,7 @@ from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import LayerKv
 from engine.kv.pages import PagePool, PageTable
 from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
+from engine.models.source import longest_sequence
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.passes.solo import SoloModel
@@ -76,10 +77,12 @@ def _check_attention(config: PreTrainedConfig) -> None:
 
 def _check_windows(text: PreTrainedConfig) -> None:
     """Windows and chunks are of families that know them: the modules of any other see everything."""
+    positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    longest = longest_sequence(positions, getattr(text, "rope_parameters", None))
     for field in ("sliding_window", "attention_chunk_size"):
         # Those of many published models are off, or as long as the longest text.
         length = getattr(text, field, None) if getattr(text, "use_sliding_window", True) else None
-        sees_all = not length or length >= getattr(text, "max_position_embeddings", sys.maxsize)
+        sees_all = not length or length >= longest
         if not sees_all and not hasattr(type(text), field) and not hasattr(type(text)(), field):
             raise UnsupportedModelError(f"{text.model_type} has {field} {length}, which its layers do not have")
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and not hasattr(text, "sliding_window"):
