@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,32 @@ def rendered_files(folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path) -> Path:
-    """Makes `folder`/rendered, which is returned, hold the rendered files and no others. Raises UsageError."""
+    """Makes `folder`/rendered, which is returned, hold the rendered files; of earlier ones, it removes what it does not
+    write any more. Raises UsageError, before anything is changed, where that would replace what it has not written."""
     files = rendered_files(folder)
     to = folder / FOLDER
-    to.mkdir(exist_ok=True)
-    for stale in set(to.iterdir()) - {to / name for name in files}:
-        stale.unlink()
-    for name, text in files.items():
-        (to / name).write_text(text, encoding="utf-8")
+    try:
+        if to.is_symlink():
+            raise UsageError(f"{to} is a link, must be a folder")
+        to.mkdir(exist_ok=True)
+        written = {path.name for path in to.iterdir() if _is_ours(path)}
+        for name in files.keys() - written:
+            if os.path.lexists(to / name):
+                raise UsageError(f"{to / name} is not from `spool k8s render`, must be moved away")
+        for name in written - files.keys():
+            (to / name).unlink()
+        for name, text in files.items():
+            (to / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{to} cannot be written: {error}") from error
     return to
+
+
+def _is_ours(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_HEADER)) == _HEADER.encode()
 
 
 def _fields(config: SpoolConfig, pods: Sequence[Pods]) -> Iterator[tuple[str, Any]]:

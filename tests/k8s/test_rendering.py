@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", CELLS)
 def test_committed_manifests_are_what_is_rendered(name: str, tmp_path: Path) -> None:
     shutil.copytree(overlay(name), tmp_path / "mine")
-    (tmp_path / "mine" / "rendered" / "left.yaml").write_text("{}")
-    (tmp_path / "mine" / "rendered" / "service.yaml").unlink()
+    to = tmp_path / "mine" / "rendered"
+    (to / "service.yaml").rename(to / "left.yaml")
     ended = spool("k8s", "render", tmp_path / "mine")
     assert (ended.code, ended.out.splitlines()[-1].endswith(f"kubectl apply -k {tmp_path / 'mine'}")) == (0, True)
     assert contents(tmp_path / "mine") == contents(overlay(name))
@@ -178,6 +179,43 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
     ended = spool("k8s", "render", tmp_path)
     assert (ended.code, ended.out) == (2, "")
     assert f"{tmp_path}/spool.yaml is not there" in ended.err
+
+
+def test_only_what_was_rendered_before_is_replaced(tmp_path: Path) -> None:
+    folder, to = with_configuration(tmp_path), tmp_path / "rendered"
+    (to / "mine").mkdir(parents=True)
+    (to / "notes.yaml").write_text("{}")
+    assert spool("k8s", "render", folder).code == 0
+    assert {"mine", "notes.yaml", "service.yaml"} < {path.name for path in to.iterdir()}
+    (tmp_path / "elsewhere").write_text("{}")
+    service = to / "service.yaml"
+    service.unlink()
+    makes: list[Callable[[], object]] = [
+        service.mkdir,
+        lambda: service.symlink_to(tmp_path / "elsewhere"),
+        lambda: service.write_text("{}"),
+    ]
+    for number, make in enumerate(makes):
+        make()
+        ended = spool("k8s", "render", folder)
+        assert ended.code == 2
+        assert ended.err == f"spool: {service} is not from `spool k8s render`, must be moved away\n"
+        service.rename(to / f"moved-{number}")
+    assert (tmp_path / "elsewhere").read_text() == "{}"
+
+
+def test_files_behind_a_link_stay(tmp_path: Path) -> None:
+    folder, other = with_configuration(tmp_path), tmp_path / "other"
+    other.mkdir()
+    (other / "notes.yaml").write_text("{}")
+    (folder / "rendered").symlink_to(other)
+    ended = spool("k8s", "render", folder)
+    assert (ended.code, ended.err) == (2, f"spool: {folder}/rendered is a link, must be a folder\n")
+    assert [path.name for path in other.iterdir()] == ["notes.yaml"]
+    (folder / "rendered").unlink()
+    (folder / "rendered").write_text("")
+    ended = spool("k8s", "render", folder)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
 
 
 def test_pods_find_models_that_are_there(tmp_path: Path) -> None:
