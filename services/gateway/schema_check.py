@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.answers.schema_form import own_fault, referenced, subschemas
+from services.gateway.answers.schema_form import own_fault, reached, referenced
 from services.gateway.structure import JSON_OPTIONS
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ _COMPACT: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_pattern": None, "whi
 _LARGEST, _LARGEST_LIMIT = 2**63 - 1, 2**53
 """Of integers. A constant is taken as an integer of 64 bits, a limit as a double."""
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LARGEST_EXPONENT = 400
+"""Of ten; beyond those of all doubles."""
+_LONGEST_NUMBER = 1000
+"""In characters; all digits of a double are fewer."""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -39,13 +43,37 @@ def check_schemas(kind: str, text: str) -> None:
 def _parsed(text: str) -> Any:
     """The value at the beginning of the text; None where the library will say what is wrong."""
     try:
-        return json.JSONDecoder(parse_float=Decimal).raw_decode(text.strip())[0]
-    except (ValueError, RecursionError):
+        return json.JSONDecoder(parse_float=_decimal, parse_int=_integer).raw_decode(text.strip())[0]
+    except (json.JSONDecodeError, RecursionError):
         return None
 
 
+def _decimal(text: str) -> Decimal:
+    """Raises ValueError for numbers whose arithmetic could fail or take long."""
+    _check_digits(text)
+    try:
+        number = Decimal(text)
+    except InvalidOperation:  # of the exponent
+        number = Decimal("Infinity")
+    if not number.is_finite() or abs(number.adjusted()) > _LARGEST_EXPONENT:
+        raise ValueError(
+            f"the number {text} must have an exponent between -{_LARGEST_EXPONENT} and {_LARGEST_EXPONENT}"
+        )
+    return number
+
+
+def _integer(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"the number {text[:40]}... has {len(text)} characters, must have at most {_LONGEST_NUMBER}")
+
+
 def _check(schema: Any) -> None:
-    parts = _reached(schema)
+    parts = reached(schema)
     nodes = [(place, node) for place, node in parts.values() if isinstance(node, Mapping)]
     for place, node in nodes:
         if (fault := own_fault(place, node)) is not None:
@@ -54,21 +82,6 @@ def _check(schema: Any) -> None:
     _check_texts(nodes)
     _check_names(nodes)
     _check_ends(schema, parts)
-
-
-def _reached(schema: Any) -> dict[int, tuple[str, Any]]:
-    """All schemas within one, also where only references lead, by identity; places for messages."""
-    parts: dict[int, tuple[str, Any]] = {}
-    waiting = [("", schema)]
-    while waiting:
-        root, start = waiting.pop()
-        for place, part in subschemas(start):
-            if id(part) in parts:
-                continue
-            parts[id(part)] = (".".join(filter(None, (root, place))), part)
-            if isinstance(part, Mapping) and (target := referenced(schema, part)) is not None:
-                waiting.append((str(part["$ref"]), target))
-    return parts
 
 
 def _check_numbers(nodes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

@@ -160,19 +160,28 @@ def _value_rules(rule: str, schema: Mapping[str, Any], value: Any, tags: CallTag
 
 def _conditions(schema: Mapping[str, Any], value: Any) -> Iterator[str]:
     """Terminals, all of which a text must match that fits `value`, a part of the schema. Raises ValueError."""
-    if not isinstance(value, Mapping):
-        return
-    texts = [value["const"]] if "const" in value else value.get("enum")
-    if texts is not None:
-        yield f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)})"
-    if "minLength" in value or "maxLength" in value:
-        yield f"/(?s:.{{{value.get('minLength', 0)},{value.get('maxLength', '')}}})/"
-    if "pattern" in value:
-        yield f"/{_whole_pattern(value['pattern'])}/"
-    for name in _CHOICES & value.keys():
-        raise ValueError(f"it has {name} for texts")
-    for part in (referenced(schema, value), *value.get("allOf", ())):
-        yield from _conditions(schema, part)
+    waiting, seen = [value], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if value is False:
+            raise ValueError("it has false for texts")
+        if not isinstance(value, Mapping) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        texts = [value["const"]] if "const" in value else value.get("enum")
+        if texts is not None:
+            written = [json.dumps(text, ensure_ascii=False) for text in texts if isinstance(text, str)]
+            if not written:
+                raise ValueError("it has no text among constants for texts")
+            yield f"({' | '.join(written)})"
+        if "minLength" in value or "maxLength" in value:
+            least, most = int(value.get("minLength", 0)), value.get("maxLength")
+            yield f"/(?s:.{{{least},{'' if most is None else int(most)}}})/"
+        if "pattern" in value:
+            yield f"/{_whole_pattern(value['pattern'])}/"
+        for name in _CHOICES & value.keys():
+            raise ValueError(f"it has {name} for texts")
+        waiting += [referenced(schema, value), *value.get("allOf", ())]
 
 
 def _whole_pattern(pattern: str) -> str:

@@ -4,8 +4,10 @@ Where outputs are constrained, grammars check schemas fully."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -14,10 +16,12 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "depende
 _OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMA = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
 
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
 
 def schema_fault(schema: Any) -> str | None:
     """What is wrong with the schema, in one line; None if nothing is."""
-    for place, part in subschemas(schema):
+    for place, part in reached(schema).values():
         if isinstance(part, bool):
             continue
         if not isinstance(part, Mapping):
@@ -28,7 +32,22 @@ def schema_fault(schema: Any) -> str | None:
     return None
 
 
-def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+def reached(schema: Any) -> dict[int, tuple[str, Any]]:
+    """All schemas within one, also where only references lead, by identity; places for messages."""
+    parts: dict[int, tuple[str, Any]] = {}
+    waiting = [("", schema)]
+    while waiting:
+        root, start = waiting.pop()
+        for place, part in _subschemas(start):
+            if id(part) in parts:
+                continue
+            parts[id(part)] = (".".join(filter(None, (root, place))), part)
+            if isinstance(part, Mapping) and (target := referenced(schema, part)) is not None:
+                waiting.append((str(part["$ref"]), target))
+    return parts
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schema and all within it, each with its place and before those within itself."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
@@ -59,7 +78,7 @@ def referenced(schema: Any, part: Mapping[str, Any]) -> Any:
         step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and step in found:
             found = found[step]
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+        elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", step) and int(step) < len(found):
             found = found[int(step)]
         else:
             return None
@@ -107,10 +126,21 @@ def own_fault(place: str, schema: Mapping[str, Any]) -> str | None:
     for name in (*_OF_SCHEMAS, "enum"):
         if not isinstance(schema.get(name, []), list):
             return f"{here}{name} is {_shown(schema[name])}, must be a list"
+    if not isinstance(schema.get("pattern", ""), str):
+        return f"{here}pattern is {_shown(schema['pattern'])}, must be a text"
+    for name in _COUNTS:
+        if not _is_count(schema.get(name, 0)):
+            return f"{here}{name} is {_shown(schema[name])}, must be a whole number of at least 0"
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return f"{here}required is {_shown(required)}, must be a list of names"
     return None
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return False
+    return value >= 0 and (isinstance(value, int) or (math.isfinite(value) and value == int(value)))
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,7 @@ from services.backend.sequence_stream import SequenceFailedError
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import TIMEOUT, Recorder, error_of
-from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, QWEN3_CODER, THINKING
+from tests.support.chat_templates import GLM45, HERMES, LLAMA3, MISTRAL, QWEN3_CODER, THINKING
 from tests.support.gateway import Gateways
 from tests.unit.services.test_tokenizer import byte_level
 
@@ -399,6 +399,18 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
         pytest.raises(openai.BadRequestError, match=r"tools\.0.* cannot be used: it has anyOf"),
     ):
         model.whole("a", tools=tools)
+
+
+@pytest.mark.parametrize("template", [QWEN3_CODER, GLM45])
+def test_parameters_that_are_no_schema_are_named(talk: Open, template: str) -> None:
+    to_x = {"properties": {"a": {"$ref": "#/x"}}}
+    patterns = [{"properties": {"a": {"type": "string", "pattern": pattern}}} for pattern in (5, {"(^)": 1})]
+    with talk(template) as model:
+        for parameters in (*patterns, *(to_x | {"x": x} for x in ({"type": 5}, {"enum": 5}, {"anyOf": 5}))):
+            tools = [{"type": "function", "function": {"name": "odd", "parameters": parameters}}]
+            response = model.post(tools=tools, tool_choice="required")
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == "tools.0.function.parameters"
 
 
 def test_a_template_for_one_call_gets_one_call(talk: Open) -> None:

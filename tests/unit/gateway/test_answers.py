@@ -287,6 +287,11 @@ def test_a_template_that_only_mentions_tools_takes_none() -> None:
         {"$defs": {"a": {"type": "strin"}}},
         {"additionalProperties": "no"},
         {"items": [{"enum": 1}]},
+        {"properties": {"a": {"pattern": 5}}},
+        {"properties": {"a": {"minLength": "x}){"}}},
+        {"maxItems": -1},
+        {"minProperties": 1.5},
+        {"minLength": 1.0, "maxLength": 2, "pattern": "a"},
         {"properties": {"a": {"type": "array", "items": {"type": "string"}}, "b": True}, "required": ["a"]},
         {"$defs": {"a": {"not": {"const": 1}}}, "additionalProperties": False, "oneOf": [{"$ref": "#/$defs/a"}]},
     ],
@@ -300,3 +305,10 @@ def test_the_form_of_schemas(schema: dict[str, Any]) -> None:
     except jsonschema.SchemaError:
         right = False
     assert (schema_fault(schema) is None) == right
+
+
+@pytest.mark.parametrize("part", [{"type": 5}, {"enum": 5}, {"anyOf": 5}, {"pattern": {}}, 5])
+def test_parts_that_only_references_name_are_schemas_too(part: Any) -> None:
+    schema = {"properties": {"a": {"$ref": "#/x"}, "b": {"$ref": f"#/y/{'1' * 5000}"}}, "y": [{}]}
+    assert schema_fault(schema | {"x": {"$ref": "#"}}) is None
+    assert str(schema_fault(schema | {"x": part})).startswith("#/x")

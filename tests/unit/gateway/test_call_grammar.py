@@ -184,6 +184,8 @@ def test_free_answers_with_strict_calls(family: ToolFormat, model: tokenizers.To
         {"properties": {"a<b": {"type": "string"}}},
         {"properties": {"a": {"type": "string", "pattern": "^a|b$"}}},
         {"properties": {"a": {"type": "string", "pattern": "(^a)b"}}},
+        {"properties": {"a": {"type": "string", "allOf": [{"enum": [["b"]]}]}}},
+        {"properties": {"a": {"type": "string", "allOf": [False]}}},
     ],
 )
 def test_what_tags_have_no_place_for(schema: dict[str, Any]) -> None:
@@ -191,6 +193,19 @@ def test_what_tags_have_no_place_for(schema: dict[str, Any]) -> None:
     assert held_fault(tool, FORMATS[ToolFormat.QWEN3_CODER])
     assert held_fault(tool, FORMATS[ToolFormat.GLM45])
     assert held_fault(tool, HERMES) is held_fault(tool, FORMATS[ToolFormat.DEEPSEEK_V3]) is None
+
+
+def test_a_text_that_refers_to_itself_has_its_other_conditions() -> None:
+    value = {"type": "string", "enum": ["a", "bb"], "maxLength": 1.0, "allOf": [{"$ref": "#/properties/a"}]}
+    tool = Tool("f", None, {"properties": {"a": value}, "required": ["a"]})
+    form = FORMATS[ToolFormat.QWEN3_CODER]
+    lark = calls_grammar(ToolUse((tool,), name="f"), form, Reasoning.NONE, PLAIN.token_to_id)
+    assert form.tags is not None
+    before, after = begun(form, "f") + f"{form.tags.key}a{form.tags.value}", form.tags.value_end
+    for text, fits in (("a", True), ("bb", False), ("c", False)):
+        matcher = GrammarTokens(PLAIN).matcher(definition("lark", lark))
+        written = PLAIN.encode(f"{before}{text}{after}").ids
+        assert (matcher.try_consume_tokens(written) == len(written)) is fits
 
 
 PATTERNS = ["a", "^a", "a$", "^(a|b)$", "a|b", "^[|$]/$", r"^\$", r"^a\/b", "^$", r"^[^\]]{2}$", "^(a(b|c))?d*$"]

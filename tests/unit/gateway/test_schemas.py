@@ -165,6 +165,12 @@ REFUSED: list[tuple[str, str]] = [
     ('{"type": "object", "minProperties": 2}', "minProperties is 2, must be at most 1: names may repeat"),
     ('{"properties": {"a": {"const": "\\u0001"}}}', "properties.a.const holds .*, must have no control characters"),
     ('{"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}}', r"^\$defs.a: no text fits"),
+    ('{"const": 1e9999999999999999999}', "1e9999999999999999999 must have an exponent between -400 and 400"),
+    ('{"const": -1e-9999999999999999999}', "-1e-9999999999999999999 must have an exponent between"),
+    ('{"type": "number", "exclusiveMinimum": 1e1000000, "maximum": 5}', "1e1000000 must have an exponent between"),
+    (f'{{"multipleOf": {"1" * 5000}}}', r"1\.\.\. has 5000 characters, must have at most 1000"),
+    (f'{{"minimum": 0.{"1" * 5000}}}', r"1\.\.\. has 5002 characters, must have at most 1000"),
+    ('{"type": "string", "maxLength": 1e300, "minLength": -1}', "minLength is -1, must be a whole number"),
 ]
 
 
