@@ -12,6 +12,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 from llguidance import LLMatcher, grammar_from
@@ -23,6 +25,10 @@ from services.gateway.structure import JSON_OPTIONS
 
 _MEMORY_BYTES = 256 << 20
 """For compiling one grammar, beyond what the tokens take. Two at a time fit into a pod of 3 GiB beside a gateway."""
+_STACK_BYTES = 1 << 20
+"""For compiling one grammar, in which the library recurses without a limit. Half of what the smallest of a worker's
+threads has (2 MiB: Rust's, and glibc's where the system sets no limit), so that no grammar that passes here overflows
+a worker's stack."""
 
 
 def definition(kind: str, text: str, frame: str = "") -> str:
@@ -76,11 +82,10 @@ def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: floa
         try:
             os.close(reading)
             _limit(cpu_seconds)
-            with open(writing, "w", encoding="utf-8") as answer:
-                answer.write(json.dumps(_checked(tokens, line)))
-            os._exit(0)
-        except MemoryError:
-            os.abort()
+            threading.stack_size(_STACK_BYTES)
+            thread = threading.Thread(target=_write_answer, args=(tokens, line, writing))
+            thread.start()
+            thread.join()
         finally:
             os._exit(1)
     os.close(writing)
@@ -91,11 +96,27 @@ def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: floa
         return {"too_costly": f"it takes more than {cpu_seconds:g} s of CPU time to compile"}
     if code == -signal.SIGABRT:
         return {"too_costly": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory to compile"}
+    if code in (-signal.SIGSEGV, -signal.SIGBUS):
+        return {"too_costly": "it is nested too deeply"}
+    if code < 0:
+        return {"too_costly": f"its check was ended by {signal.Signals(-code).name}"}
     try:
         answered: dict[str, str] = json.loads(text)
     except ValueError:
         return {"failed": f"exit code {code}"}
     return answered
+
+
+def _write_answer(tokens: GrammarTokens | GrammarError, line: bytes, writing: int) -> None:
+    """Ends the process."""
+    try:
+        with open(writing, "w", encoding="utf-8") as answer:
+            answer.write(json.dumps(_checked(tokens, line)))
+        os._exit(0)
+    except MemoryError:
+        os.abort()
+    finally:
+        os._exit(1)
 
 
 def _limit(cpu_seconds: float) -> None:
@@ -118,6 +139,11 @@ def _checked(tokens: GrammarTokens | GrammarError, line: bytes) -> dict[str, str
         check_grammar(tokens, found)
     except (GrammarError, ValueError) as error:
         return {"error": " ".join(str(error).split())}
+    except MemoryError:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        traceback.print_exc()
+        return {"error": f"it could not be checked ({type(error).__name__})"}
     return {"definition": found}
 
 

@@ -190,6 +190,8 @@ def test_bad_chats(http: httpx.Client, body: dict[str, Any], param: str, message
 
 # A hundred of these intersections take the library minutes, a thousand choices at each character many seconds.
 ENDLESS_SCHEMA = {"allOf": [{"properties": {"k": {"type": "string", "pattern": f"^.*{n}.*$"}}} for n in range(400)]}
+# The library recurses into rules until its stack is full.
+CHAIN = "\n".join(["start: A0", *(f"A{n}: A{n + 1}" for n in range(5000)), 'A5000: "a"'])
 BAD_STRUCTURES: Bad = [
     ({}, "structured_outputs", "must have one of json"),
     ({"regex": "a", "choice": ["a"]}, "structured_outputs", "must have one of json"),
@@ -202,6 +204,8 @@ BAD_STRUCTURES: Bad = [
     ({"regex": "(a"}, "structured_outputs", "cannot be used: .*unclosed group"),
     ({"regex": EXPONENTIAL}, "structured_outputs", "cannot be used: .*too many expressions"),
     ({"grammar": "start: gone"}, "structured_outputs", 'cannot be used: .*unknown name: "gone"'),
+    ({"grammar": CHAIN}, "structured_outputs", "cannot be used: it is nested too deeply"),
+    ({"json": '{"const": 1e9999999999999999999}'}, "structured_outputs", "cannot be used: .* must have an exponent"),
     ({"choice": []}, "structured_outputs.choice", "structured_outputs.choice"),
     ({"choice": ["\ud800"]}, "structured_outputs.choice.0", "half a surrogate pair"),
 ]
