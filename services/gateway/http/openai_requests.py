@@ -20,6 +20,7 @@ from services.gateway.http.openai_fields import (
     LogitBias,
     OptionalTexts,
     OptionalTokenIds,
+    PlainText,
     Prompts,
     Stop,
     TemplateOptions,
@@ -346,7 +347,7 @@ class TokenizeBody(_TemplateSettings):
     """/tokenize: of a text or of a conversation"""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: PlainText | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     """Adds the tokens that the model expects around a text; templates add theirs themselves."""

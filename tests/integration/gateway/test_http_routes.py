@@ -110,6 +110,8 @@ def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None
     chat = http.post("/tokenize", json={"messages": CHAT}).json()
     assert chat["tokens"] == gateways.tokenizer.encode_chat(CHAT)
     assert http.post("/tokenize", json={"prompt": "a", "messages": CHAT}).status_code == 400
+    half = http.post("/tokenize", content=b'{"prompt": "\\ud83d"}', headers={"content-type": "application/json"})
+    assert (half.status_code, half.json()["error"]["param"]) == (400, "prompt")
     assert http.post("/detokenize", json={"tokens": [VOCABULARY]}).status_code == 400
     # A text has no template.
     for field in ({"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}, {"tools": TOOLS}):
