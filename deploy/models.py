@@ -21,6 +21,7 @@ from engine.models.memory_plan import plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
+from services.gateway.settings import not_followed
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import ModelTokenizer
 
@@ -63,6 +64,12 @@ def prepare_models(config: SpoolConfig, reporter: Reporter) -> ReadyModels:
             f"the draft {models.draft_name} does not fit the target {models.target}: {error} "
             f"(--draft {NGRAM} and --draft {NO_DRAFT} fit any target)"
         ) from error
+    try:
+        warning = not_followed(target_folder)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if warning is not None:
+        say(f"warning: {warning}")
     longest = _max_positions(target_folder)
     if max_model_len is not None and max_model_len > longest:
         raise UsageError(f"max_model_len is {max_model_len}, must be at most {longest}, the limit of {models.target}")

@@ -26,6 +26,7 @@ from services.gateway.settings import (
     RequestSettings,
     SamplingDefaults,
     model_sampling_defaults,
+    not_followed,
 )
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_link import Resolve
@@ -61,6 +62,9 @@ async def start_gateway(
             "gateway.template_time is set",
             tokenizer.folder,
         )
+    warning = not_followed(tokenizer.folder)
+    if warning is not None:
+        logger.warning(warning)
     metrics = GatewayMetrics(config.vllm_model_name)
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))

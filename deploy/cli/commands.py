@@ -52,7 +52,10 @@ def generate_command(
         Path | None, typer.Option("--output", "-o", help="JSON lines file; answers that it has already are kept.")
     ] = None,
 ) -> int:
-    """Answers prompts, from a JSON lines file or built-in ones. Run again with the same --output to go on."""
+    """Answers prompts, from a JSON lines file or built-in ones. Run again with the same --output to go on.
+
+    Sampling follows the options alone, not what the model's generation_config.json proposes.
+    """
     config = configured(given)
     from deploy.offline.generate import generate
 

@@ -6,7 +6,7 @@ import ipaddress
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
@@ -16,6 +16,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Processes have other working directories than the one who names a file.
 NodeFile = Annotated[Path, AfterValidator(Path.absolute)]
+
+_GENERATION = "generation_config.json"
 
 
 class _Frozen(BaseModel):
@@ -64,22 +66,67 @@ class SamplingDefaults(_Frozen):
     """Above 1 makes tokens of the prompt and the output less likely."""
 
 
+# Fields of a generation_config.json that would change tokens, and with what value they do not.
+_NOT_FOLLOWED: dict[str, float | None] = {
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "forced_decoder_ids": None,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "sequence_bias": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "stop_strings": None,
+    "num_beams": 1,
+    "typical_p": 1,
+    "top_h": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "token_healing": 0,
+    "watermarking_config": None,
+}
+
+
 def model_sampling_defaults(folder: Path) -> SamplingDefaults:
     """The defaults in a model folder's generation_config.json, and OpenAI's where the file says nothing.
 
     Raises ValueError, naming the file, for values that cannot be used.
     """
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return SamplingDefaults()
+    config = _generation_config(folder)
+    known = {name: config[name] for name in SamplingDefaults.model_fields if config.get(name) is not None}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"holds a JSON {type(config).__name__}, must be an object")
-        known = {name: config[name] for name in SamplingDefaults.model_fields if config.get(name) is not None}
         return SamplingDefaults.model_validate(known)
     except ValueError as error:
+        raise ValueError(f"{folder / _GENERATION}: {error}") from error
+
+
+def not_followed(folder: Path) -> str | None:
+    """A warning with the fields of a model folder's generation_config.json that would change tokens, and are not
+    followed; None without any. Raises ValueError for a file that cannot be read."""
+    config = _generation_config(folder)
+    found = [name for name, idle in _NOT_FOLLOWED.items() if config.get(name) not in (None, [], {}, idle)]
+    return f"{folder / _GENERATION}: {', '.join(found)}: not followed, so tokens may be others" if found else None
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: holds a JSON {type(config).__name__}, must be an object")
+    return config
 
 
 class Limits(_Frozen):

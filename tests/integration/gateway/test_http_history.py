@@ -233,3 +233,11 @@ def test_a_template_that_reads_the_clock_is_named_at_the_start(
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d') }}")
     started(tmp_path, options)
     assert (f"the chat template of {tmp_path} reads the clock" in caplog.text) == warned
+
+
+def test_generation_settings_that_are_not_followed_are_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "temperature": 0.5}')
+    started(tmp_path, [])
+    assert f"{tmp_path}/generation_config.json: num_beams: not followed" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -66,6 +67,15 @@ def plain(folder: Path) -> list[str]:
     assert ended.code == 0, ended.err
     (folder / "plain.jsonl").write_text(ended.out)
     return answers(folder / "plain.jsonl")
+
+
+def test_generation_settings_that_are_not_followed_are_named(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder / "llama-target", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"num_beams": 4, "temperature": 0.5}')
+    too_long = ("--max-model-len", "1000000")  # ends before anything is computed
+    ended = run(folder, "generate", *too_long, target=str(model), draft="none", spool=spool_here)
+    assert ended.code == 2
+    assert f"warning: {model}/generation_config.json: num_beams: not followed, so tokens may be others" in ended.err
 
 
 def test_generate_writes_answers_in_order_whoever_computed_them(folder: Path, plain: list[str]) -> None:
