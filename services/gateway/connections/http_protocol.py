@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from http import HTTPStatus
 
 import h11
@@ -18,6 +20,9 @@ from services.gateway.http.openai_errors import error_response
 from services.gateway.settings import ConnectionLimits
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
+_EMPTY_LINES = re.compile(rb"(?:\r?\n)*")
+# Of Linux's tcp_info: how many segments sent are not acknowledged, and how many bytes ever were.
+_UNACKNOWLEDGED, _ACKNOWLEDGED = struct.Struct("@24xI"), struct.Struct("@120xQ")
 # Parsed before the parser's limits are checked again.
 _SLICE_BYTES = 16 * 1024
 # A connection that is closed while its client sends is reset, and the client never sees the answer.
@@ -48,6 +53,8 @@ class LimitedConnection(h11.Connection):
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is h11.IDLE:
+            if not self._skip_empty_lines():
+                return h11.NEED_DATA
             self._check_head(self.trailing_data[0])
             self._chunks = 0
         try:
@@ -56,12 +63,28 @@ class LimitedConnection(h11.Connection):
             if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
                 raise RefusedError(self._too_many("bytes", self._limits.header_bytes)) from error
             raise RefusedError(invalid(f"the request is not HTTP/1.1: {error}", None, "invalid_http")) from error
+        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
+            # A proxy that believes the other one takes a part of the body for a request (RFC 9112, section 6.1).
+            message = "the request has both content-length and transfer-encoding"
+            raise RefusedError(invalid(message, None, "invalid_http"))
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > (most := self._limits.body_chunks):
                 message = f"the body has more than {most} chunks, send fewer or content-length"
                 raise RefusedError(RequestError(ErrorKind.TOO_LARGE, message, code="too_many_chunks"))
         return event
+
+    def _skip_empty_lines(self) -> bool:
+        """Before a request line (RFC 9112, section 2.2). False where nothing else has come yet."""
+        unread = self.trailing_data[0]
+        empty = _EMPTY_LINES.match(unread)
+        size = 0 if empty is None else empty.end()
+        if size > self._limits.header_bytes:
+            raise RefusedError(self._too_many("bytes", self._limits.header_bytes))
+        if unread and unread[size:] in (b"", b"\r"):
+            return False
+        self._receive_buffer.maybe_extract_at_most(size)
+        return True
 
     def _check_head(self, unread: bytes) -> None:
         end = _BLANK_LINE.search(unread)
@@ -131,32 +154,49 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():
-            # What the client has not taken yet delays the close.
-            self._stall = self._stall or self.loop.call_later(self._limits.write_seconds, self.transport.abort)
-        else:
+        self._watch_taker()
+        if not self.transport.is_closing():
             self._watch_sender()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stall is not None and not self.transport.is_closing():
-            self._stall.cancel()
-            self._stall = None
+        self._watch_taker()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
+        if self._untaken():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         else:
             super().timeout_keep_alive_handler()
 
     def _should_upgrade(self) -> bool:
         # Clients offer HTTP/2, and take an answer by HTTP/1.1 (RFC 9110, section 7.8).
         return False
+
+    def _watch_taker(self) -> None:
+        """Looks from time to time whether the client took some of what waits for it, until nothing waits."""
+        if self._stall is None and self._untaken():
+            self._stall = self.loop.call_later(self._limits.write_seconds, self._end_stall, self._taken())
+
+    def _end_stall(self, taken: tuple[int, int]) -> None:
+        self._stall = None
+        if self._untaken() and self._taken() == taken:
+            self.transport.abort()
+        else:
+            self._watch_taker()
+
+    def _untaken(self) -> bool:
+        # With TLS, the transport does not count what is encrypted already.
+        return self.transport.get_write_buffer_size() > 0 or _UNACKNOWLEDGED.unpack_from(self._tcp_info())[0] > 0
+
+    def _taken(self) -> tuple[int, int]:
+        """Differs from earlier once the client has taken some of what waited then."""
+        return _ACKNOWLEDGED.unpack_from(self._tcp_info())[0], self.transport.get_write_buffer_size()
+
+    def _tcp_info(self) -> bytes:
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
 
     def _watch_sender(self) -> None:
         """Sets the time for headers that have begun, and for the rest of a body that is answered already."""

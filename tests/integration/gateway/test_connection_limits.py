@@ -265,6 +265,24 @@ def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(gateways: Ga
         wait_until(lambda: status() == 200, "a free place")
 
 
+def test_a_client_that_takes_some_of_its_answer_keeps_its_place(gateways: Gateways) -> None:
+    asked, part, waiting = 300, 64 * 1024, threading.Event()
+    limits = ConnectionLimits(write_seconds=1, keep_alive_seconds=1)
+    with gateways.serve(GatewaySettings(connections=limits)) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, part)
+        connection.settimeout(TIMEOUT)
+        host, _, port = served.url.rpartition("/")[2].rpartition(":")
+        connection.connect((host, int(port)))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * asked + request())
+        received = b""
+        for _ in range(30):
+            received += connection.recv(part)
+            waiting.wait(0.1)
+        while more := connection.recv(2**20):
+            received += more
+    assert received.count(b"HTTP/1.1 200") == asked + 1
+
+
 JSON = ("content-type: application/json", f"content-length: {len(BODY)}")
 
 
@@ -297,6 +315,18 @@ def test_requests_sent_together_are_answered_in_turn(served: Served) -> None:
     assert b'"object":"list"' in rest
 
 
+def test_empty_lines_before_a_request_are_skipped(served: Served) -> None:
+    body = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n%b" % ("\r\n".join(JSON).encode(), BODY)
+    with connected(served) as connection:
+        connection.sendall(b"\r\n\n" + body + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n" + request())
+        assert answer(connection)[0] == 200
+    with connected(served) as connection:
+        send_all(connection, (b"\r\n" * 2**12 for _ in range(LIMITS.header_bytes // 2**12)))
+        assert answer(connection)[0] == 431
+
+
 @pytest.mark.parametrize("target", ["http://[::1", "http://", "*", "localhost:1", "//", "?a=1"])
 @pytest.mark.parametrize("method", ["GET", "CONNECT", "HEAD"])
 def test_targets_that_are_no_path_are_not_found(served: Served, method: str, target: str) -> None:
@@ -315,6 +345,9 @@ def test_targets_that_are_no_path_are_not_found(served: Served, method: str, tar
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
+        b"POST /ping HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"\r\n\r\n a",
+        b"\rGET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_no_http_gets_an_error_of_the_same_shape(served: Served, sent: bytes) -> None:
