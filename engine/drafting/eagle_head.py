@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import PagedKv
 from engine.layers.linear import joined
 from engine.leftovers import changes_nothing, refuse_unused
-from engine.models.compatibility import has_moving_rope
+from engine.models.compatibility import check_sizes, has_moving_rope
 from engine.models.drafting_head import FEATURES, feature_layers, read_head_config
 from engine.models.weights import safetensors_files, wrong_shape
 
@@ -50,8 +51,9 @@ class EagleHead(DraftingHead):
         fields = read_head_config(folder)
         try:
             config = LlamaConfig.from_dict(fields)
+            check_sizes(config)
             self.layers = feature_layers(folder, fields, model.config.num_hidden_layers)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError, UnsupportedModelError) as error:
             raise UnsupportedModelError(f"{folder.name}/config.json cannot be used: {one_line(error)}") from error
         super().__init__(folder.name, config, model, kernels)
         self._check(model)

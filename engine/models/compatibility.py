@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,6 +26,8 @@ from engine.quantization.checkpoints import check_quantization
 # Its layers are Qwen2's, and transformers does not know the type.
 CONFIG_MAPPING.register("mimo", Qwen2Config, exist_ok=True)
 
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Frequencies that transformers computes for the longest sequence of a pass.
 _MOVING_ROPE = {"dynamic", "longrope"}
@@ -43,6 +46,10 @@ def check_config(config: PreTrainedConfig) -> None:
     if family not in SOLO_FAMILIES:
         _check_attention(config)
     text = config.get_text_config(decoder=True)
+    if not isinstance(text, PreTrainedConfig):
+        [field] = (name for name, value in vars(config).items() if value is text)
+        raise UnsupportedModelError(f"{family} has a {field}, must have none")
+    check_sizes(text)
     if not getattr(text, "is_causal", True):
         raise UnsupportedModelError(f"{family} has is_causal {text.is_causal}, only causal models are supported")
     _check_windows(text)
@@ -63,6 +70,8 @@ def _check_attention(config: PreTrainedConfig) -> None:
     family = config.model_type
     if not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{family} has no attention heads, only models of attention are supported")
+    if config.output_attentions:
+        raise UnsupportedModelError(f"{family} has output_attentions, which paged attention does not give: unset it")
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise UnsupportedModelError(
             f"{family} has layers of type {', '.join(sorted(others))}, must be of {' or '.join(sorted(_LAYER_TYPES))}"
@@ -73,6 +82,18 @@ def _check_attention(config: PreTrainedConfig) -> None:
             f"{family} has layers of {', '.join(map(str, sorted(heads)))} attention heads, must be of "
             f"num_attention_heads, which is {config.num_attention_heads}"
         )
+
+
+def check_sizes(text: PreTrainedConfig) -> None:
+    """Refuses what modules cannot be built of, by the name of the field. Raises UnsupportedModelError."""
+    for field in _SIZES:
+        size = getattr(text, field, None)
+        if isinstance(size, int) and size < 1:
+            raise UnsupportedModelError(f"{text.model_type} has {field} {size}, must be at least 1")
+    for field in _ACTIVATIONS:
+        name = getattr(text, field, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            raise UnsupportedModelError(f"{text.model_type} has {field} {name!r}, which transformers does not know")
 
 
 def _check_windows(text: PreTrainedConfig) -> None:

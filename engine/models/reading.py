@@ -37,6 +37,13 @@ from scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
 
+# What transformers raises for fields that do not fit, files that are damaged, and types that it does not know or that
+# come with code of their own.
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    *(ImportError, RuntimeError, EOFError, UnpicklingError, StrictDataclassError),
+)
+
 
 def read_model(
     folder: Path, settings: EngineSettings, role: Role, progress: Progress, ranks: Ranks | None = None
@@ -113,12 +120,11 @@ def report(message: str, progress: Progress) -> None:
 def read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
-    # No JSON, fields of a wrong type, a type that transformers does not know or that comes with code of its own.
-    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        if quantization := stated_quantization(folder, config.to_dict()):
+            config.quantization_config = quantization
+        check_config(config)
+    except _UNREADABLE as error:
         raise _cannot_load(folder, error) from error
-    if quantization := stated_quantization(folder, config.to_dict()):
-        config.quantization_config = quantization
-    check_config(config)
     return config
 
 
@@ -139,8 +145,7 @@ def _read_plain(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    # A type that is no causal model or comes with code of its own, or pickled weights that are damaged.
-    except (OSError, ValueError, LookupError, ImportError, RuntimeError, EOFError, UnpicklingError) as error:
+    except _UNREADABLE as error:
         if error.args == (ATTENTION_NAME,):
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         raise _cannot_load(folder, error) from error
@@ -189,9 +194,7 @@ def _read_quantized(
     keep = known and takes_codes(kernels, dtype, device)
     try:
         model = build_model(source, config, dtype, keep, ranks, settings.ignore_tensors)
-    except UnsupportedModelError:
-        raise
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise _cannot_load(path, error) from error
     if is_quantized(model):
         report(f"weights: {quantization}", progress)

@@ -48,6 +48,8 @@ def check_quantization(config: PreTrainedConfig) -> None:
     family, method = config.model_type, str(quantization.get("quant_method"))
     if method not in _FORMATS:
         raise UnsupportedModelError(f"{family} has weights quantised by {method}, which are not supported")
+    if not isinstance(quantization.get("config_groups") or {}, Mapping):
+        raise UnsupportedModelError(f"{family} has config_groups {quantization['config_groups']}, must be an object")
     groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
     if method == "compressed-tensors":
         formats = {quantization.get("format"), *(group.get("format") for group in groups)} - {None}
