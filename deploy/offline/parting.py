@@ -50,7 +50,7 @@ def parting(
     tokens: Sequence[int],
     digests: Sequence[int],
     found: Sequence[TokenLogprobs],
-    logprobs: Sequence[float],
+    logprobs: Sequence[float | None],
 ) -> Parting:
     """`tokens`, `digests` and `found`: what comes here at each place; `logprobs`: those of the answer, perhaps of its
     prompt too, or none."""
@@ -63,7 +63,8 @@ def parting(
         place = others[0]
         there = logprobs[place] if logprobs else None
         first = OtherToken(place, output[place], there, here[place], tokens[place], found[place].logprob)
-    known = [abs(one - other) for one, other in zip(logprobs, here, strict=False) if other is not None]
+    pairs = zip(logprobs, here, strict=False)
+    known = [abs(one - other) for one, other in pairs if one is not None and other is not None]
     unlike = sum(one != other for one, other in zip(digests, receipt.logits_digests, strict=True))
     return Parting(unlike, len(others), first, max(known, default=None))
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import RunError, UsageError
-from deploy.offline.answer_text import text_difference
+from deploy.offline.answer_text import compared, logprob_difference, text_difference
 from deploy.offline.parting import Parting, logprob_of, parting
 from deploy.offline.settings import ReplaySettings
 from deploy.progress import Reporter, report
@@ -36,13 +37,15 @@ _TOP_LOGPROBS = 1000
 @dataclass(slots=True)
 class Verdict:
     """Of one receipt, at its `place`; `reason` says where it is not what the target computes, None if it is, and
-    `parting` by how much where another target made it. `logprobs`: of each token of the output."""
+    `parting` by how much where another target made it. `logprobs`: of each token of the output. `compared`: what of its
+    answer was compared beside tokens and logits, and what was not."""
 
     place: str
     tokens: int = 0
     reason: str | None = None
     parting: Parting | None = None
     logprobs: Sequence[float | None] | None = None
+    compared: str = ""
 
     @property
     def equal(self) -> bool:
@@ -72,7 +75,9 @@ def replay_receipts(settings: ReplaySettings) -> int:
             verdicts[-1].tokens = len(receipt.output)
             receipts.append(_Entry(verdicts[-1], receipt, found))
     seconds = _replay(receipts, settings) if receipts else 0.0
-    lines = [f"{one.place}: {f'equal, {one.tokens} tokens' if one.equal else one.reason}" for one in verdicts]
+    lines = [
+        f"{one.place}: {f'equal, {one.tokens} tokens{one.compared}' if one.equal else one.reason}" for one in verdicts
+    ]
     equal, tokens = sum(verdict.equal for verdict in verdicts), sum(verdict.tokens for verdict in verdicts)
     lines.append(f"{equal} of {len(verdicts)} receipts are equal; {tokens} tokens in {seconds:.1f} s")
     as_json = [asdict(verdict) | {"equal": verdict.equal} for verdict in verdicts]
@@ -88,18 +93,38 @@ def _read(files: Iterable[Path]) -> Iterator[tuple[str, FoundReceipt]]:
             # Lines of bytes: those of texts also end at characters that JSON texts may hold, such as U+2028.
             content = file.read_bytes()
             try:
-                entries = [json.loads(content)]
+                entries = [_parsed(content)]
             except ValueError:
-                entries = [json.loads(line) for line in content.splitlines() if line.strip()]
-            found = [each for entry in entries for each in receipts_in(entry)]
+                entries = [_parsed(line) for line in content.splitlines() if line.strip()]
+            found = receipts_in(entries)
+        except _RepeatedKeyError as error:
+            raise UsageError(f"{file} {error}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read as JSON or JSON lines: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
             raise UsageError(f"{file} has choices that are no answer's: {error}") from error
-        if not found:
+        if all(each.data is None for each in found):
             raise UsageError(f"{file} holds no receipt")
         for number, each in enumerate(found, 1):
             yield str(file) if len(found) == 1 else f"{file}, receipt {number}", each
+
+
+class _RepeatedKeyError(Exception):
+    """The message names the key."""
+
+
+def _parsed(text: bytes) -> Any:
+    """JSON. Raises ValueError, RecursionError, _RepeatedKeyError."""
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _RepeatedKeyError(f"has an object with {key!r} twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=as_object)
 
 
 def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
@@ -119,7 +144,7 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
 
     reporter = Reporter()
     try:
-        tokenizer = _tokenizer(settings.target, reporter) if any(entry.found.texts for entry in entries) else None
+        tokenizer = _tokenizer(settings.target, reporter) if any(entry.found.choices for entry in entries) else None
         engine = load_target_engine(engine_settings, lambda *what: reporter.stage("target", *what))
     except (EngineError, ModelNotFoundError) as error:
         raise RunError(str(error)) from error
@@ -137,7 +162,8 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
             continue
         outputs.append(KnownOutput(receipt.prompt, receipt.output, receipt.sampling, to_the_end=bool(unlike)))
         known[id(outputs[-1])] = entry
-    top = _TOP_LOGPROBS if settings.against else 0 if settings.logprobs else None
+    shown = settings.logprobs or any(entry.found.logprobs for entry in entries)
+    top = _TOP_LOGPROBS if settings.against else 0 if shown else None
     began = time.perf_counter()
     for done, (output, found) in enumerate(replay(engine, outputs, top), 1):
         entry = known[id(output)]
@@ -150,7 +176,10 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
         else:
             verdict.reason = found.error or receipt.difference(found.tokens, found.logits_digests)
         if verdict.reason is None and tokenizer is not None:
+            logprobs = [each.logprob for each in found.logprobs]
             verdict.reason = text_difference(entry.found, receipt, tokenizer)
+            verdict.reason = verdict.reason or logprob_difference(entry.found, receipt, logprobs, tokenizer)
+            verdict.compared = compared(entry.found) if verdict.reason is None else ""
         reporter.run("replay", done, len(outputs), None)
     return time.perf_counter() - began
 
@@ -179,6 +208,7 @@ def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest
         # Every sequence of a pass but one ends with it, each on a page of its own at least.
         kv_pages=-(-longest // page_size) + tokens,
         max_num_batched_tokens=tokens,
+        ignore_tensors=tuple(parts.get("ignore_tensors", "").split()),
         max_model_len=int(parts["max_model_len"]) if parts.get("max_model_len", "None") != "None" else None,
         prefix_cache=False,
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from typing import Any
 
 from scheduler.sampling import MAX_TOKEN_ID, Grammar, SamplingParameters
@@ -60,11 +60,13 @@ class Receipt:
     def from_json(cls, data: Any, public_key: str | None = None) -> Receipt:
         """Raises ReceiptError unless all parts fit their digests, and the signature, if there is one, fits these. With
         a `public_key` (64 hexadecimal digits) there must be one, of this key."""
+        if data is None:
+            raise ReceiptError("the choice has no receipt")
         if not isinstance(data, dict):
             raise ReceiptError("the receipt is no JSON object")
         if "refused" in data:
             raise ReceiptError(f"there is no receipt: {data['refused']}")
-        if data.get("version") != VERSION:
+        if type(data.get("version")) is not int or data["version"] != VERSION:
             raise ReceiptError(f"version is {data.get('version')!r}, must be {VERSION}")
         receipt = cls(
             _text("model", data.get("model")),
@@ -118,38 +120,50 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class FoundReceipt:
-    """A receipt as JSON, and the choice that it came with, if any: of the `whole` answer, or of an event of a stream.
-    `texts` are by the fields that have them."""
+    """A receipt as JSON, and what came before and with it: the choice of an answer, or those of the events of a stream.
+    `data` is None for a choice without a receipt. `logprobs` and `logprob_tokens`: of each token that has some."""
 
     data: Any
-    choice: Mapping[str, Any] = field(default_factory=dict)
-    whole: bool = False
-    logprobs: Sequence[float] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
+    choices: Sequence[Mapping[str, Any]] = ()
+    logprobs: Sequence[float | None] = ()
+    logprob_tokens: Sequence[str] = ()
 
 
-def receipts_in(data: Any) -> list[FoundReceipt]:
-    """A receipt itself, or those of the choices of an answer."""
-    if not isinstance(data, dict) or "choices" not in data:
-        return [FoundReceipt(data)]
-    # Events of a stream have no usage, but for one without choices.
-    whole = bool(data.get("usage"))
-    return [
-        FoundReceipt(choice["receipt"], choice, whole, _logprobs(choice.get("logprobs") or {}), _texts(choice))
-        for choice in data["choices"]
-        if choice.get("receipt") is not None
-    ]
+def receipts_in(entries: Iterable[Any]) -> list[FoundReceipt]:
+    """Of receipts themselves, of answers, and of streams, whose events have one id: of each choice, or of none.
+
+    Raises AttributeError, KeyError, TypeError where something has choices that are no answer's.
+    """
+    found: list[FoundReceipt] = []
+    begun: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or "choices" not in entry:
+            found.append(FoundReceipt(entry))
+            continue
+        for choice in entry["choices"]:
+            key = repr(entry.get("id", number)), repr(choice.get("index"))
+            begun.setdefault(key, []).append(choice)
+            # It is in the last event of a choice.
+            if choice.get("receipt") is not None:
+                found.append(_found(choice["receipt"], begun.pop(key)))
+    return found + [_found(None, choices) for choices in begun.values()]
 
 
-def _logprobs(found: Mapping[str, Any]) -> list[float]:
+def _found(data: Any, choices: Sequence[Mapping[str, Any]]) -> FoundReceipt:
+    entries = [entry for choice in choices for entry in _logprobs(choice.get("logprobs") or {})]
+    for token, logprob in entries:
+        if not isinstance(token, str) or not (logprob is None or isinstance(logprob, float | int)):
+            raise TypeError(f"a log probability is {logprob!r} of {token!r}")
+    return FoundReceipt(data, choices, [logprob for _, logprob in entries], [token for token, _ in entries])
+
+
+def _logprobs(found: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """As completions and chats have them."""
-    return found.get("token_logprobs") or [entry["logprob"] for entry in found.get("content") or ()]
-
-
-def _texts(choice: Mapping[str, Any]) -> dict[str, str]:
-    message = choice.get("message") or {}
-    named = {f"message.{name}": message.get(name) for name in ("content", "reasoning_content", "reasoning")}
-    return {name: text for name, text in {"text": choice.get("text"), **named}.items() if isinstance(text, str)}
+    values = found.get("token_logprobs") or ()
+    if len(values) != len(found.get("tokens") or ()):
+        raise TypeError("logprobs has another number of tokens than of token_logprobs")
+    chats = [(entry["token"], entry["logprob"]) for entry in found.get("content") or ()]
+    return [*zip(found.get("tokens") or (), values, strict=True), *chats]
 
 
 _PLACES = {

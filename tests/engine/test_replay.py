@@ -221,7 +221,10 @@ def test_where_two_targets_part_is_said_as_transformers_sees_it(served: Served, 
     receipts = served.receipts()
     theirs = [[entry.logprob for entry in served.outputs[one.sequence_id].logprobs] for one in served.requests]
     choices = [
-        {"receipt": receipt.to_json(), "logprobs": {"token_logprobs": [None, *logprobs]}}
+        {
+            "receipt": receipt.to_json(),
+            "logprobs": {"tokens": ["", *map(str, logprobs)], "token_logprobs": [None, *logprobs]},
+        }
         for receipt, logprobs in zip(receipts, theirs, strict=True)
     ]
     refused = replayed(folder, tmp_path, {"choices": choices}, options=("--against", f"fp_{16 * '0'}"))
@@ -267,45 +270,103 @@ def test_another_weight_is_another_target(served: Served, tmp_path: Path) -> Non
 
 
 def test_the_text_of_an_answer_is_that_of_its_tokens(served: Served, tmp_path: Path) -> None:
-    """In completions and chats, cut by a stop string, echoed, and in the last event of a stream; a changed letter is
-    named, and so is text that is missing."""
+    """In completions and chats, cut by a stop string, echoed, and in events of a stream; a changed letter is named, and
+    so is text that is missing or cannot be compared."""
     tokenizer = AutoTokenizer.from_pretrained(served.folder)
     receipt = max(served.receipts(), key=lambda one: len(set(one.output)))
-    text, prompt = tokenizer.decode(receipt.output), tokenizer.decode(receipt.prompt)
+    text, prompt, last = (tokenizer.decode(ids) for ids in (receipt.output, receipt.prompt, receipt.output[-1:]))
     place = next(at for at in range(5, len(text)) if text[at].isalpha())
     changed = f"{text[:place]}{text[place].swapcase()}{text[place + 1 :]}"
-    stop = text[-4:-2]
-    cut = text[: text.index(stop)]
+    stop = text[-len(last) - 1 :]
+    middle = text[4:9]
+    wrong = f"goes on with {changed[place : place + 24]!r} at character {place}"
+    odd = "text not compared: message.content is"
 
     def chat(**message: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", **message}, "finish_reason": "length"}
 
-    choices: list[tuple[dict[str, Any], bool, str]] = [
-        ({"text": text, "finish_reason": "length"}, True, ""),
-        ({"text": prompt + text, "finish_reason": "length"}, True, ""),
-        ({"text": cut, "finish_reason": "stop", "stop_reason": stop}, True, ""),
-        ({"text": text[-3:], "finish_reason": "length"}, False, ""),
-        (chat(content=text), True, ""),
-        (chat(content=text[9:].strip(), reasoning_content=text[:6].strip(), reasoning=text[:6].strip()), True, ""),
-        ({"text": text, "token_ids": list(receipt.output), "finish_reason": "length"}, True, ""),
-        ({"text": changed, "finish_reason": "length"}, True, f"text goes on with {changed[place : place + 24]!r} at"),
-        ({"text": prompt + changed, "finish_reason": "length"}, True, "text goes on"),
-        (
-            chat(content=changed),
-            True,
-            f"message.content goes on with {changed[place : place + 24]!r} at character {place}",
-        ),
-        (chat(content=text[:-1]), True, f"message.content goes on with nothing at character {len(text) - 1}"),
-        (chat(content=text[3:], reasoning=changed), True, "message.reasoning goes on"),
-        ({"text": changed, "finish_reason": "length"}, False, "text goes on"),
-        ({"text": text, "token_ids": [5, *receipt.output[1:]]}, True, "token_ids are not the output_token_ids"),
+    def stopped(text: str, stop: str) -> dict[str, Any]:
+        return {"text": text, "finish_reason": "stop", "stop_reason": stop}
+
+    choices: list[tuple[dict[str, Any], str]] = [
+        ({}, ""),
+        ({"text": text, "finish_reason": "length"}, ""),
+        ({"text": prompt + text, "finish_reason": "length"}, ""),
+        (stopped(text.removesuffix(stop), stop), ""),
+        (stopped(text, stop), ""),
+        (chat(content=text, refusal=None, audio=None), ""),
+        ({"text": text, "token_ids": list(receipt.output), "finish_reason": "length"}, ""),
+        (chat(content=None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]), ""),
+        ({"text": changed, "finish_reason": "length"}, f"text {wrong}"),
+        ({"text": prompt + changed, "finish_reason": "length"}, "text goes on"),
+        ({"text": text[-3:], "finish_reason": "length"}, "text goes on"),
+        (stopped(text[:4], text[3]), f"stop_reason is {text[3]!r}, which the last token does not complete"),
+        (stopped("", ""), "text not compared: stop_reason is '', must be a stop string"),
+        (chat(content=changed), f"message.content {wrong}"),
+        (chat(content=text[:-1]), f"message.content goes on with nothing at character {len(text) - 1}"),
+        (chat(content=middle, reasoning=""), "message.content goes on"),
+        (chat(content=text, reasoning=text), "message.reasoning goes on"),
+        (chat(content=None), "message.content goes on with nothing at character 0"),
+        (chat(content=[{"type": "text", "text": text}]), f"{odd} [{{"),
+        (chat(content=123), f"{odd} 123, must be a text"),
+        ({"text": 123}, "text not compared: text is 123, must be a text"),
+        ({"text": None}, "text not compared: text is None, must be a text"),
+        ({"message": None}, "text not compared: message is None, must be an object"),
+        (chat(content=text, refusal="no"), "text not compared: message.refusal is 'no'"),
+        (chat(content=text, audio="no"), "text not compared: message.audio is 'no'"),
+        (chat(content=text, tool_calls=[{}]), "text not compared: tool_calls stand beside content"),
+        ({"text": text, "token_ids": [5, *receipt.output[1:]]}, "token_ids are not the output_token_ids"),
     ]
-    answers = [
-        {"choices": [choice | {"receipt": receipt.to_json()}], "usage": {"total_tokens": 1} if whole else None}
-        for choice, whole, _ in choices
+    answers: list[dict[str, Any]] = [
+        {"choices": [choice | {"receipt": receipt.to_json()}], "usage": usage}
+        for usage in ({"total_tokens": 1}, None)
+        for choice, _ in choices
     ]
     ended = replayed(served.folder, tmp_path, *answers)
-    for found, (choice, _, reason) in zip(ended.summary["receipts"], choices, strict=True):
+    for found, (choice, reason) in zip(ended.summary["receipts"], 2 * choices, strict=True):
+        assert (found["equal"], (found["reason"] or "").startswith(reason)) == (not reason, True), (choice, found)
+    notes = [found["compared"] for found in ended.summary["receipts"]]
+    assert (notes[0], notes[1], notes[7]) == ("", ", text", "; tool_calls not compared")
+
+    def event(number: int, text: str, **more: Any) -> dict[str, Any]:
+        return {"id": f"cmpl-{number}", "choices": [{"index": 0, "text": text, **more}]}
+
+    end = {"finish_reason": "length", "receipt": receipt.to_json()}
+    streams = [event(1, text[:4]), event(2, text[:3]), event(1, text[4:], **end), event(2, text[4:], **end)]
+    ended = replayed(served.folder, tmp_path, *streams)
+    assert [found["equal"] for found in ended.summary["receipts"]] == [True, False]
+
+
+def test_log_probabilities_of_an_answer_are_compared(served: Served, tmp_path: Path) -> None:
+    """Of completions, with an echo too, and of chats; values and the text of tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    request = next(one for one in served.requests if one.sampling == SamplingParameters())
+    receipt = served.receipts()[served.requests.index(request)]
+    values = [entry.logprob for entry in served.outputs[request.sequence_id].logprobs]
+    texts = [f"token_id:{token}" for token in receipt.output]
+    other = [*values[:2], values[2] + 2**-20, *values[3:]]
+
+    def completion(values: Sequence[float | None], tokens: Sequence[str] = texts) -> dict[str, Any]:
+        return {"logprobs": {"tokens": tokens, "token_logprobs": values}}
+
+    def chat(values: Sequence[float]) -> dict[str, Any]:
+        pairs = zip(texts, values, strict=True)
+        return {"logprobs": {"content": [{"token": token, "logprob": value} for token, value in pairs]}}
+
+    echoed = [tokenizer.decode([token]) for token in receipt.prompt]
+    choices = [
+        (completion(values), ""),
+        (completion([None] * len(echoed) + values, echoed + texts), ""),
+        (chat(values), ""),
+        (completion(other), "logprobs of output token 2 is"),
+        (chat(other), "logprobs of output token 2 is"),
+        (completion(values[1:], texts[1:]), f"logprobs has {len(values) - 1} tokens"),
+        (completion(values, ["token_id:9999", *texts[1:]]), "logprobs of output token 0 is of 'token_id:9999'"),
+    ]
+    answers = [{"choices": [choice | {"receipt": receipt.to_json()}]} for choice, _ in choices]
+    file = write_lines(tmp_path / "answers.jsonl", *answers)
+    ended = spool_here("replay", file, "--target", served.folder, "--json")
+    for found, (choice, reason) in zip(ended.summary["receipts"], choices, strict=True):
         assert (found["equal"], (found["reason"] or "").startswith(reason)) == (not reason, True), (choice, found)
 
 
@@ -315,6 +376,10 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
     answer.write_text(json.dumps({"choices": [{"index": 0, "receipt": one}, {"index": 1, "receipt": two}]}, indent=1))
     ended = spool_here("replay", answer, "--target", served.folder)
     assert (ended.code, "2 of 2 receipts are equal" in ended.out) == (0, True), ended.err
+    answer.write_text(json.dumps({"choices": [{"index": 0, "receipt": one}, {"index": 1, "text": "as you like"}]}))
+    ended = spool_here("replay", answer, "--target", served.folder)
+    assert (ended.code, "1 of 2 receipts are equal" in ended.out) == (1, True), ended.err
+    assert "answer.json, receipt 2: the choice has no receipt" in ended.out
     damaged = one | {"output_token_ids": [1, *one["output_token_ids"][1:]]}
     refused = {"refused": "the targets are not alike"}
     # An answer as servers write it: U+2028 stands in its text as it is, and ends no line of JSON.
@@ -328,6 +393,8 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),
         ('{"choices": []}', "holds no receipt"),
+        ('{"choices": [{"text": "a"}]}', "holds no receipt"),
+        ('{"choices": [{"receipt": {"version": 1, "version": 1}}]}', "has an object with 'version' twice"),
         ('{"choices": [3]}', "has choices that are no answer's"),
     ):
         answer.write_text(text)

@@ -270,6 +270,23 @@ TEXTS: list[dict[str, Any]] = [
 ]
 
 
+def wrong_texts(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choice with a letter in another case, cut by a letter, and cut at a stop string that was not the end."""
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    place = next((at for at, letter in enumerate(text) if letter.isascii() and letter.isalpha()), None)
+    if place is None:
+        return []
+    wrong = [{"text": f"{text[:place]}{text[place].swapcase()}{text[place + 1 :]}"}]
+    if text[place + 2 :]:
+        wrong.append({"text": text[:place] + text[place + 1 :]})
+    if text[place + 4 :]:
+        wrong.append({"text": text[: place + 1], "finish_reason": "stop", "stop_reason": text[place]})
+    if "text" in choice:
+        return [choice | one for one in wrong]
+    ends = [{name: value for name, value in one.items() if name != "text"} for one in wrong]
+    return [choice | end | {"message": {"content": one["text"]}} for one, end in zip(wrong, ends, strict=True)]
+
+
 @pytest.mark.parametrize("fields", TEXTS, ids=lambda fields: "-".join(fields) or "plain")
 def test_texts_are_found_to_be_those_of_their_tokens(
     gateways: Gateways, http: httpx.Client, fields: dict[str, Any]
@@ -280,20 +297,42 @@ def test_texts_are_found_to_be_those_of_their_tokens(
     for number, prompt in enumerate(prompts):
         asked = {"prompt": prompt, "max_tokens": 40, "receipt": True, "seed": number, **fields}
         chat = {"messages": CHAT, "max_tokens": 40, "receipt": True, "seed": number, **fields}
-        answers = [completion(http, **asked), *streamed(http, **asked)]
+        entries = [completion(http, **asked), *streamed(http, **asked)]
         if "echo" not in fields:
-            answers.append(http.post("/v1/chat/completions", json=chat).json())
-            answers += streamed(http, "chat/completions", **chat)
-        for answer in answers:
-            for found in receipts_in(answer):
-                receipt = Receipt.from_json(found.data)
-                assert text_difference(found, receipt, gateways.tokenizer) is None, (fields, found.texts)
-                for name, text in found.texts.items():
-                    place = next((at for at, letter in enumerate(text) if letter.isascii() and letter.isalpha()), None)
-                    if place is None or not found.whole:
-                        continue
-                    wrong = f"{text[:place]}{text[place].swapcase()}{text[place + 1 :]}"
-                    other = replace(found, texts={name: wrong})
-                    assert (text_difference(other, receipt, gateways.tokenizer) or "").startswith(f"{name} goes on")
-                    changed += 1
+            entries.append(http.post("/v1/chat/completions", json=chat).json())
+            entries += streamed(http, "chat/completions", **chat)
+        for found in receipts_in(entries):
+            receipt = Receipt.from_json(found.data)
+            assert text_difference(found, receipt, gateways.tokenizer) is None, (fields, found.choices)
+            if len(found.choices) > 1:
+                continue
+            [choice] = found.choices
+            for wrong in wrong_texts(choice):
+                difference = text_difference(replace(found, choices=[wrong]), receipt, gateways.tokenizer)
+                assert difference is not None, (choice, wrong)
+                changed += 1
     assert changed >= 3
+
+
+def test_reasoning_and_content_are_those_of_the_tokens(gateways: Gateways) -> None:
+    """With its marks, opened by the prompt or not, or left out, with the white space around it."""
+
+    def difference(said: str, message: dict[str, Any], prompt: str = "a", **choice: Any) -> str | None:
+        prompt_ids, ids = (tuple(gateways.tokenizer.encode(text)) for text in (prompt, said))
+        receipt = Receipt(MODEL, PARTS, prompt_ids, ids, tuple(ids), SamplingParameters())
+        [found] = receipts_in([{"choices": [{"message": message, "finish_reason": "length", **choice, "receipt": 1}]}])
+        return text_difference(found, receipt, gateways.tokenizer)
+
+    both = {"reasoning": "why", "reasoning_content": "why", "content": "So."}
+    for said, prompt in (("<think>\nwhy\n</think>\n\nSo.", "a"), ("why</think> So.", "a<think>\n")):
+        assert difference(said, both, prompt) is None
+        assert difference(said, {"content": "So."}, prompt) is None
+        cut = difference(said, {"reasoning": "why", "content": None}, prompt)
+        assert str(cut).startswith("message.content goes on with nothing at character 0")
+        for name in both:
+            assert f"message.{name} goes on" in str(difference(said, both | {name: both[name][1:]}, prompt))
+        ended = {"finish_reason": "stop", "stop_reason": "."}
+        assert difference(said, both | {"content": "So"}, prompt, **ended) is None
+        assert difference(said, both | {"content": "S"}, prompt, **(ended | {"stop_reason": "o"})) is not None
+    assert difference("why</think> So.", both) is not None
+    assert difference("<think>why", {"reasoning": "why", "content": None}) is None

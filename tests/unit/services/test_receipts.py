@@ -149,20 +149,38 @@ def test_who_changes_all_digests_lacks_the_key() -> None:
 
 
 def test_receipts_are_found_in_answers() -> None:
+    completion = {"tokens": ["a", "b"], "token_logprobs": [-1.5, -2]}
     choices = [
         {"index": 0, "receipt": {"version": 1}, "logprobs": None},
         {"index": 1},
-        {"index": 2, "receipt": {"refused": "so"}, "logprobs": {"token_logprobs": [-1.5, -2]}},
+        {"index": 2, "receipt": {"refused": "so"}, "logprobs": completion},
         {"index": 3, "receipt": {"version": 2}, "logprobs": {"content": [{"token": "a", "logprob": -0.5}]}},
     ]
-    found = [({"version": 1}, []), ({"refused": "so"}, [-1.5, -2]), ({"version": 2}, [-0.5])]
-    for usage in ({}, {"usage": None}, {"usage": {"prompt_tokens": 3}}):
-        answers = receipts_in({"id": "chatcmpl-1", "choices": choices, **usage})
-        assert [(answer.data, answer.logprobs) for answer in answers] == found
-        assert [answer.choice["index"] for answer in answers] == [0, 2, 3]
-        assert {answer.whole for answer in answers} == {bool(usage.get("usage"))}
-    [alone] = receipts_in({"version": 1})
-    assert (alone.data, alone.logprobs, alone.choice) == ({"version": 1}, (), {})
+    stream = [
+        {"id": "s", "choices": [{"index": 1, "text": "a"}, {"index": 0, "text": "b", "logprobs": completion}]},
+        {"id": "s", "choices": [{"index": 0, "text": "c", "logprobs": completion, "receipt": {"version": 3}}]},
+        {"id": "s", "choices": []},
+    ]
+    answers = receipts_in([{"id": "chatcmpl-1", "choices": choices}, *stream, {"version": 4}])
+    assert [(answer.data, answer.logprobs) for answer in answers] == [
+        ({"version": 1}, []),
+        ({"refused": "so"}, [-1.5, -2]),
+        ({"version": 2}, [-0.5]),
+        ({"version": 3}, [-1.5, -2, -1.5, -2]),
+        ({"version": 4}, ()),
+        (None, []),
+        (None, []),
+    ]
+    indices = [[choice["index"] for choice in answer.choices] for answer in answers]
+    assert indices == [[0], [2], [3], [0, 0], [], [1], [1]]
+    assert answers[3].logprob_tokens == ["a", "b", "a", "b"]
+
+
+def test_a_version_is_a_whole_number() -> None:
+    data = json.loads(json.dumps(RECEIPT.to_json()))
+    for version in (True, 1.0, "1", None, 2):
+        with pytest.raises(ReceiptError, match="version is"):
+            Receipt.from_json(data | {"version": version})
 
 
 def test_other_keys_are_refused() -> None:
