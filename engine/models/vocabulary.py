@@ -97,11 +97,23 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     settings = tokenizer_settings(folder)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    numbered = sorted(settings["added_tokens_decoder"].items(), key=lambda entry: int(entry[0]))
-    added = [token for token in (_added_token(entry) for _, entry in numbered) if token.content not in known]
-    known |= {token.content for token in added}
-    added += [token for token in _special_tokens(settings) if token.content not in known]
+    if settings.get("split_special_tokens"):
+        raise TokenizerError(f"{folder.name}/tokenizer_config.json has split_special_tokens, which is not supported")
+    own = tokenizer.get_added_tokens_decoder()
+    numbered = {
+        int(number): _added_token(token, special=False) for number, token in settings["added_tokens_decoder"].items()
+    }
+    # What tokenizer_config.json says of a token counts, and older files only add to tokenizer.json.
+    if "added_tokens_decoder" not in read_json(folder / "tokenizer_config.json"):
+        known = {token.content for token in own.values()}
+        numbered = {number: token for number, token in numbered.items() if token.content not in known} | own
+    added = [token for _, token in sorted(numbered.items(), key=lambda entry: entry[0])]
+    special = _special_tokens(settings)
+    named = {token.content for token in special}
+    for token in added:
+        token.special = token.special or token.content in named
+    known = {token.content for token in (*own.values(), *added)}
+    added += [token for token in special if token.content not in known]
     tokenizer.add_tokens(added)
     return tokenizer
 
@@ -112,13 +124,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> list[AddedToken]:
     return [_added_token(entry) for entry in entries if entry]
 
 
-def _added_token(entry: object) -> AddedToken:
+def _added_token(entry: object, special: bool = True) -> AddedToken:
+    """`special`: of an object that does not say."""
     if isinstance(entry, str):
         return AddedToken(entry, special=True)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise TokenizerError(f"a special token of the tokenizer is {entry!r}, must be a text or an object with content")
     flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
-    return AddedToken(entry["content"], special=entry.get("special", True), **flags)
+    return AddedToken(entry["content"], special=entry.get("special", special), **flags)
 
 
 def vocabulary_of(tokenizer: Tokenizer | None, folder: Path, embedding_rows: int) -> Vocabulary:
