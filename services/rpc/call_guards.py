@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -50,18 +51,19 @@ def _authorization(details: grpc.HandlerCallDetails) -> list[bytes]:
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
-    """Answers bytes that are no message with INVALID_ARGUMENT, for methods that take one message.
+    """Answers bytes that are no message with INVALID_ARGUMENT. grpc.aio alone would answer UNKNOWN and log a traceback.
 
-    grpc.aio alone would answer UNKNOWN and log a traceback. A method that takes a stream must itself expect DecodeError
-    while it reads the stream.
+    A method that takes a stream gets DecodeError while it reads the stream, and lets it pass.
     """
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
+        if handler is None:
+            return None
+        if handler.request_streaming:
+            return _refusing_malformed(handler)
         parse, serialize = handler.request_deserializer, handler.response_serializer
 
         async def parsed(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
@@ -87,6 +89,30 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         return grpc.unary_stream_rpc_method_handler(replies, response_serializer=serialize)
 
 
+def _refusing_malformed(handler: _Handler) -> _Handler:
+    """Of a method that takes a stream."""
+    parse, serialize = handler.request_deserializer, handler.response_serializer
+
+    async def answer(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await (handler.stream_unary or handler.stream_stream)(requests, context)
+        except DecodeError as error:
+            await refuse_malformed(context, error)
+
+    async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(handler.stream_stream(requests, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except DecodeError as error:
+            await refuse_malformed(context, error)
+
+    if not handler.response_streaming:
+        return grpc.stream_unary_rpc_method_handler(answer, parse, serialize)
+    replies = answer if inspect.iscoroutinefunction(handler.stream_stream) else stream
+    return grpc.stream_stream_rpc_method_handler(replies, parse, serialize)
+
+
 def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
     """The interceptors of an internal server: only calls that carry its token pass."""
     expected = f"Bearer {security.token}".encode()
@@ -98,8 +124,8 @@ def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
     return [*([CallerGuard(refusal)] if security.token else []), MessageGuard()]
 
 
-async def refuse_malformed(context: grpc.aio.ServicerContext, error: DecodeError) -> None:
-    """Ends a call whose message cannot be read. Always raises."""
+async def refuse_malformed(context: grpc.aio.ServicerContext, error: DecodeError) -> NoReturn:
+    """Ends a call whose message cannot be read."""
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message cannot be read: {error}")
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 from prometheus_client.core import Metric as Family
@@ -18,7 +17,7 @@ from prometheus_client.core import Metric as Family
 from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.observability.observer import ServiceObserver
 from services.observability.vllm_names import with_vllm_names
-from services.rpc.call_guards import guards, refuse_malformed
+from services.rpc.call_guards import guards
 from services.rpc.certificates import RenewedCertificate
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
@@ -170,8 +169,6 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             await session.run(request_iterator, context.write)
         except SessionEndedError as error:
             await context.abort(error.code, str(error))
-        except DecodeError as error:
-            await refuse_malformed(context, error)
         finally:
             self._sessions.remove(session)
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
 from protos import worker_pb2, worker_pb2_grpc
-from services.rpc.call_guards import guards, refuse_malformed
+from services.rpc.call_guards import guards
 from services.rpc.channel_options import WORKER_SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
@@ -124,12 +123,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Steps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.StepReply]:
-        try:
-            async with aclosing(self.streams.run(request_iterator)) as replies:
-                async for reply in replies:
-                    yield reply
-        except DecodeError as error:
-            await refuse_malformed(context, error)
+        async with aclosing(self.streams.run(request_iterator)) as replies:
+            async for reply in replies:
+                yield reply
 
     async def ExportKv(  # noqa: N802
         self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion, CompletionEngine
@@ -29,6 +30,7 @@ from services.gateway.grpc.messages import (
 from services.gateway.replay import replay
 from services.gateway.turns import KeyTurns
 from services.observability.request_ids import current_account, given_in, noted_figures
+from services.rpc.call_guards import refuse_malformed
 from services.rpc.channel_options import MAX_MESSAGE_BYTES
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
@@ -62,6 +64,8 @@ def _answered(method: _Method[Request, Reply]) -> _Method[Request, Reply]:
             return await method(service, request, context)
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             raise
+        except DecodeError as error:
+            await refuse_malformed(context, error)
         except Exception as error:
             known = request_error(error)
             service.engine.metrics.failed(known.kind)

@@ -122,6 +122,9 @@ def test_bad_requests(stub: GenerationServiceStub, request_: pb.GenerateRequest,
     refuse_message(stub, request_, param, message)
 
 
+REFLECTION = f"/{reflection_pb2.DESCRIPTOR.services_by_name['ServerReflection'].full_name}/ServerReflectionInfo"
+
+
 def raw(channel: grpc.Channel, method: str, content: bytes, stream: bool) -> Any:
     path = f"/spool.v1.GenerationService/{method}"
     if stream:
@@ -135,6 +138,10 @@ def test_messages_that_cannot_be_read_or_are_too_large(
 ) -> None:
     for method in ("Generate", "GenerateStream", "Tokenize"):
         error, _ = refusal(raw(channel, method, content, method == "GenerateStream"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be read" in error.details()
+    for path in ("/spool.v1.GenerationService/Replay", REFLECTION):
+        error, _ = refusal(lambda: list(channel.stream_stream(path, lambda _: b"\xff")(iter([empty_pb2.Empty()]))))  # noqa: B023
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "cannot be read" in error.details()
     error, _ = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a" * 10_000_000)))
