@@ -26,7 +26,10 @@ _FLOATS = {one.name for one in fields(SamplingParameters) if one.type == "float"
 
 
 class ReceiptError(ValueError):
-    """A receipt is damaged, or does not say what it says it does; the message names the place."""
+    """A receipt is damaged, or does not say what it says it does; the message names the place, and can be encoded."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,9 @@ def test_the_server_computes_what_it_has_signed_again(gateways: Gateways) -> Non
         endless["sampling"]["seed"] = math.inf
         texts += [json.dumps(one.to_json()), "{", "[" * 100_000, json.dumps(endless)]
         reasons = [*unlike, "signature is missing", *["the receipt is no JSON"] * 2, "sampling cannot be read"]
+        surrogate = {r"there is no receipt: \ud800": {"refused": "\ud800"}, "version is ": {"version": "\ud800"}}
+        texts += [json.dumps(receipt) for receipt in surrogate.values()]
+        reasons += surrogate
         targets = [worker.executor.engine for worker in gateways.cell.workers if worker.executor.role is Role.TARGET]
         before = sum(target.steps for target in targets)
         with Client(served.address) as client:
