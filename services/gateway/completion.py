@@ -35,7 +35,7 @@ from services.gateway.options import (
     sampling_parameters,
     with_seed_of,
 )
-from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_chat, prepare_prompts
+from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_alone, prepare_prompts
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.gateway.token_strings import TokenStrings
@@ -271,14 +271,13 @@ class CompletionEngine:
         if not any(worker.role == worker_pb2.ROLE_TARGET for worker in workers):
             raise BackendUnavailableError("no target worker is up")
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool, info: ServedModel) -> list[int]:
         """`add_special_tokens` is for texts; a chat's template writes its special tokens itself.
 
-        Raises RequestError or ChatTemplateError.
+        Raises RequestError, also for more tokens than the model takes, or ChatTemplateError.
         """
-        if isinstance(prompt, ChatPrompt):
-            return (await self.threads.run(encode_chat, prompt, self.tokenizer, self.settings))[0]
-        return await self.threads.run(self.tokenizer.encode, prompt.text, add_special_tokens)
+        limit = info.max_sequence_length
+        return await self.threads.run(encode_alone, prompt, self.tokenizer, self.settings, limit, add_special_tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
         """`name` is the field that holds the tokens, for error messages. Raises RequestError."""

@@ -49,8 +49,8 @@ class _Room:
     def check(self, tokens: int, how_many: str = "") -> None:
         """Raises RequestError."""
         if (total := tokens + self.max_tokens) > self.limit:
-            text = f"{how_many}{tokens} tokens, which with max_tokens of {self.max_tokens} makes {total}"
-            message = f"{self.name} has {text}; the model's limit is {self.limit}"
+            more = f", which with max_tokens of {self.max_tokens} makes {total}" if self.max_tokens else ""
+            message = f"{self.name} has {how_many}{tokens} tokens{more}; the model's limit is {self.limit}"
             raise invalid(message, self.name.split("[")[0], "context_length_exceeded")
 
 
@@ -121,6 +121,29 @@ def encode_chat(
             raise
         field = f"messages.{next(place for place, count in enumerate(counts) if count > 1)}.tool_calls"
         raise invalid(f"{field} has {max(counts)} calls, must have one: {error}", field) from error
+
+
+def encode_alone(
+    prompt: TextPrompt | ChatPrompt,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings,
+    limit: int,
+    add_special_tokens: bool,
+) -> list[int]:
+    """The tokens of a prompt that nothing continues, at most `limit`. Takes long for a long text. Raises RequestError
+    or ChatTemplateError."""
+    room = _Room("messages" if isinstance(prompt, ChatPrompt) else "prompt", 0, limit)
+
+    def check_length(text: str) -> None:
+        room.check(tokenizer.least_tokens(len(text)), "at least ")
+
+    if isinstance(prompt, ChatPrompt):
+        tokens = encode_chat(prompt, tokenizer, settings, check_length)[0]
+    else:
+        check_length(prompt.text)
+        tokens = tokenizer.encode(prompt.text, add_special_tokens)
+    room.check(len(tokens))
+    return tokens
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:

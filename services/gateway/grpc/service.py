@@ -138,7 +138,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         _, info = await self.engine.model(request.model)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         text = await self.engine.threads.run(text_from_message, request, self.engine.settings.limits)
-        tokens = await self.engine.tokenize(text, special)
+        tokens = await self.engine.tokenize(text, special, info)
         return pb.TokenizeResponse(token_ids=tokens, max_sequence_length=info.max_sequence_length)
 
     @_answered

@@ -70,7 +70,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
     @router.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeBody) -> Response:
         _, info = await engine.model(body.model)
-        tokens = await engine.tokenize(await engine.threads.run(body.prompt_given), body.add_special_tokens)
+        tokens = await engine.tokenize(await engine.threads.run(body.prompt_given), body.add_special_tokens, info)
 
         def text() -> str:
             words = [engine.strings.of(token).text for token in tokens] if body.return_token_strs else None

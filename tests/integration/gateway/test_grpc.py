@@ -200,6 +200,9 @@ def test_calls_that_generate_nothing(gateways: Gateways, channel: grpc.Channel, 
     found = call(ask(text=PROMPT))
     assert (list(found.token_ids), found.max_sequence_length) == (prompt, MAX_LENGTH)
     assert stub.Detokenize(pb.DetokenizeRequest(token_ids=prompt)).text == PROMPT
+    error, _ = refusal(lambda: list(stub.Tokenize(pb.TokenizeRequest(text="A" * (MAX_LENGTH + 1))).token_ids))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"prompt has {MAX_LENGTH + 1} tokens; the model's limit is {MAX_LENGTH}"
     [model] = stub.ListModels(pb.ListModelsRequest()).models
     assert (model.id, model.vocabulary_size, model.max_sequence_length) == (MODEL, VOCABULARY, MAX_LENGTH)
     error, _ = refusal(lambda: list(stub.Replay(iter([pb.ReplayRequest(receipt="{}")]))))

@@ -14,6 +14,7 @@ import pytest
 
 from deploy.assembly.gateway import start_gateway
 from deploy.config.loading import load_configuration
+from protos import scheduler_pb2
 from services.gateway.answers.tools import Tool
 from services.gateway.completion import CompletionEngine
 from services.gateway.options import ChatPrompt
@@ -220,7 +221,8 @@ def test_a_chat_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Pat
     (tmp_path / "own.jinja").write_text(HERMES)
     engine = started(tmp_path, [f"models.chat_template={tmp_path / 'own.jinja'}"])
     offered = Tool("weather", "Of a city", None, False)
-    tokens = asyncio.run(engine.tokenize(ChatPrompt(({"role": "user", "content": "Hi."},), {}, (offered,)), False))
+    chat = ChatPrompt(({"role": "user", "content": "Hi."},), {}, (offered,))
+    tokens = asyncio.run(engine.tokenize(chat, False, scheduler_pb2.ServedModel(max_sequence_length=10_000)))
     prompt = engine.tokenizer.decode(tokens, False)
     assert '"name": "weather"' in prompt
     assert "<|im_start|>user\nHi.<|im_end|>" in prompt

@@ -112,6 +112,12 @@ def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None
     assert http.post("/tokenize", json={"prompt": "a", "messages": CHAT}).status_code == 400
     half = http.post("/tokenize", content=b'{"prompt": "\\ud83d"}', headers={"content-type": "application/json"})
     assert (half.status_code, half.json()["error"]["param"]) == (400, "prompt")
+    for size in (MAX_LENGTH + 1, 4_000_000):
+        for field, body in (("prompt", "A" * size), ("messages", [{"role": "user", "content": "A" * size}])):
+            error = http.post("/tokenize", json={field: body}).json()["error"]
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+            assert error["message"].endswith(f"tokens; the model's limit is {MAX_LENGTH}")
+    assert http.post("/tokenize", json={"prompt": "A" * MAX_LENGTH}).json()["count"] == MAX_LENGTH
     assert http.post("/detokenize", json={"tokens": [VOCABULARY]}).status_code == 400
     # A text has no template.
     for field in ({"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}, {"tools": TOOLS}):
