@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from engine.errors import UnsupportedModelError
 
-WAY_OUT = "without, the text may be wrong (models.ignore_tensors names what may be left out)"
+WAY_OUT = "without, the text may be wrong (models.ignore_tensors, or --ignore-tensors, names what may be left out)"
 
 _NAMED = 3
 """Tensors that an error names at most."""

@@ -22,7 +22,7 @@ from deploy.errors import UsageError
 Settings = TypeVar("Settings", bound=BaseModel)
 Paths = dict[str, tuple[str, ...]]
 """Options, and the fields of the configuration that each sets. An option has the name of its field; one of `groups`
-begins with the group, unless it sets both, and one that is repeated to make a list is in the singular."""
+begins with the group, unless it sets both; one of keys, which is repeated to make a list, is in the singular."""
 
 _KEYS = "auth.api_keys"
 _KEYS_HELP = (
@@ -30,11 +30,8 @@ _KEYS_HELP = (
     "auth.api_keys_env and auth.api_keys_file keep keys from them."
 )
 
-# Of `models`: one names what is served, the other is a list of patterns.
-_ONLY_IN_FILES = ("served_model_name", "ignore_tensors")
-
 DECODING: Paths = {
-    **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name not in _ONLY_IN_FILES},
+    **{name: (f"models.{name}",) for name in ModelsSection.model_fields if name != "served_model_name"},
     **{name: (f"engine.{name}",) for name in EngineSection.model_fields},
     "target_replicas": ("groups.target.replicas",),
     "draft_replicas": ("groups.draft.replicas",),
@@ -150,6 +147,8 @@ def _field_parameter(name: str, path: str) -> inspect.Parameter:
     default = None if section is model else getattr(section, field)
     if path == _KEYS:
         kind, default, option.help, option.metavar = list[str], None, _KEYS_HELP, "KEY"
+    elif get_origin(kind) is tuple:
+        kind, default, option.help = list[str], None, f"{option.help} Repeat for several."
     if not isinstance(option.show_default, str):
         shown = default.value if isinstance(default, Enum) else default
         option.show_default = False if default is None else str(shown).lower()

@@ -370,6 +370,29 @@ def test_log_probabilities_of_an_answer_are_compared(served: Served, tmp_path: P
         assert (found["equal"], (found["reason"] or "").startswith(reason)) == (not reason, True), (choice, found)
 
 
+@pytest.mark.slow
+def test_a_model_with_tensors_that_may_be_left_out_decodes_and_is_replayed(served: Served, tmp_path: Path) -> None:
+    """Commands are told which; replay finds them in the receipts."""
+    folder = Path(shutil.copytree(served.folder, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    more = {"extra.weight": torch.ones(2, 2), "other.0.weight": torch.ones(2, 2)}
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+    ignored = ("extra.weight", "other.*")
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "abc"})
+    command = ("generate", folder, "--draft", "none", "--prompts", prompts, "--max-tokens", "3", "--kv-pages", "8")
+    refused = replayed(folder, tmp_path, served.receipts()[0].to_json())
+    assert (refused.code, "--ignore-tensors" in refused.err) == (1, True), refused.err
+    ended = spool_here(*command, "--json", *(each for name in ignored for each in ("--ignore-tensors", name)))
+    assert ended.code == 0, ended.err
+    engine = load_target_engine(EngineSettings(str(folder), **ENGINE, ignore_tensors=ignored), lambda *_: None)
+    output = KnownOutput((5, 6, 7), (8,), SamplingParameters(), to_the_end=True)
+    [(_, found)] = replay(engine, [output], None)
+    tokens, digests = tuple(found.tokens), tuple(found.logits_digests)
+    receipt = Receipt("tiny", engine.description.fingerprint, output.prompt, tokens, digests, SamplingParameters())
+    ended = replayed(folder, tmp_path, receipt.to_json())
+    assert (ended.code, [one["equal"] for one in ended.summary["receipts"]]) == (0, [True]), ended.err
+
+
 def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: Path) -> None:
     one, two = (receipt.to_json() for receipt in served.receipts()[:2])
     answer = tmp_path / "answer.json"
