@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from importlib import resources
@@ -16,6 +17,7 @@ from engine.models.source import public_name
 from protos import cell_view_pb2, scheduler_pb2, worker_pb2
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.event_stream import event_stream
+from services.observability.request_ids import current_account
 from services.scheduler_client.remote import SchedulerClient, workers_in_use
 
 DASHBOARD_PATH = "/dashboard"
@@ -47,17 +49,18 @@ def dashboard_router(backend: SchedulerClient) -> APIRouter:
     router = APIRouter(prefix=DASHBOARD_PATH, include_in_schema=False)
     folder = resources.files("services.gateway.dashboard") / "page"
     parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.is_file()}
-    watchers = 0
+    watchers = Counter[str]()
 
-    async def watched(cell: int) -> AsyncGenerator[str, None]:
-        nonlocal watchers
-        watchers += 1
+    async def watched(cell: int, key: str) -> AsyncGenerator[str, None]:
+        watchers[key] += 1
         try:
             async with aclosing(backend.watch(_PERIOD_SECONDS, _MAX_SEQUENCES, cell)) as views:
                 async for view in views:
                     yield json.dumps(view_shape(view), separators=(",", ":"))
         finally:
-            watchers -= 1
+            watchers[key] -= 1
+            if not watchers[key]:
+                del watchers[key]
 
     @router.get("")
     async def page() -> Response:
@@ -67,12 +70,16 @@ def dashboard_router(backend: SchedulerClient) -> APIRouter:
     async def views(cell: int = 1) -> Response:
         if not 1 <= cell <= backend.cells:
             raise RequestError(ErrorKind.NOT_FOUND, f"cell is {cell}, must be between 1 and {backend.cells}")
-        if watchers >= _MAX_WATCHERS:
+        key, total = current_account(), watchers.total()
+        # A key takes at most as many places as it leaves free for others.
+        if watchers[key] >= _MAX_WATCHERS - total:
             raise RequestError(
-                ErrorKind.QUEUE_FULL, f"{watchers} pages are watching this gateway, the limit is {_MAX_WATCHERS}"
+                ErrorKind.QUEUE_FULL,
+                f"{total} pages are watching this gateway, {watchers[key]} of them with this key; the limit is "
+                f"{_MAX_WATCHERS}, and for one key as many as are free",
             )
         # Waiting for the first view before the status line makes a missing scheduler an error status.
-        events = watched(cell)
+        events = watched(cell, key)
         first = await anext(events)
         return event_stream(_continued(first, events), _PING_SECONDS)
 
