@@ -15,6 +15,8 @@ from engine.errors import TokenizerError
 
 _OTHER_FORMS = ("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Classes of transformers that read add_prefix_space of tokenizer_config.json.
+_REBUILT = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
 
 
 def vocabulary_digest(table: Mapping[str, int]) -> bytes:
@@ -99,6 +101,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     settings = tokenizer_settings(folder)
     if settings.get("split_special_tokens"):
         raise TokenizerError(f"{folder.name}/tokenizer_config.json has split_special_tokens, which is not supported")
+    _check_prefix_space(folder, settings)
     own = tokenizer.get_added_tokens_decoder()
     numbered = {
         int(number): _added_token(token, special=False) for number, token in settings["added_tokens_decoder"].items()
@@ -116,6 +119,21 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     added += [token for token in special if token.content not in known]
     tokenizer.add_tokens(added)
     return tokenizer
+
+
+def _check_prefix_space(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises TokenizerError where tokenizer_config.json says otherwise than tokenizer.json whether a text begins with a
+    space, for the classes in which transformers goes by the former."""
+    stated = settings.get("add_prefix_space")
+    if stated is None or str(settings.get("tokenizer_class")).removesuffix("Fast") not in _REBUILT:
+        return
+    step = read_json(folder / "tokenizer.json").get("pre_tokenizer") or {}
+    steps = [one for one in (step, *step.get("pretokenizers", ())) if one.get("type") == "ByteLevel"]
+    if any(one["add_prefix_space"] != stated for one in steps):
+        raise TokenizerError(
+            f"{folder.name}/tokenizer_config.json has add_prefix_space {stated}, and tokenizer.json {not stated}: must "
+            "be the same"
+        )
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[AddedToken]:
