@@ -21,8 +21,8 @@ from services.gateway.settings import ConnectionLimits
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)*")
-# Of Linux's tcp_info: how many segments sent are not acknowledged, and how many bytes ever were.
-_UNACKNOWLEDGED, _ACKNOWLEDGED = struct.Struct("@24xI"), struct.Struct("@120xQ")
+# Of Linux's tcp_info: segments not acknowledged yet, bytes acknowledged ever, and bytes not sent yet.
+_TCP_INFO = struct.Struct("@24xI92xQ16xI")
 # Parsed before the parser's limits are checked again.
 _SLICE_BYTES = 16 * 1024
 # A connection that is closed while its client sends is reset, and the client never sees the answer.
@@ -187,16 +187,21 @@ class HttpProtocol(H11Protocol):
             self._watch_taker()
 
     def _untaken(self) -> bool:
+        unacknowledged, _, unsent = self._tcp_info()
         # With TLS, the transport does not count what is encrypted already.
-        return self.transport.get_write_buffer_size() > 0 or _UNACKNOWLEDGED.unpack_from(self._tcp_info())[0] > 0
+        return self.transport.get_write_buffer_size() + unacknowledged + unsent > 0
 
     def _taken(self) -> tuple[int, int]:
         """Differs from earlier once the client has taken some of what waited then."""
-        return _ACKNOWLEDGED.unpack_from(self._tcp_info())[0], self.transport.get_write_buffer_size()
+        _, acknowledged, _ = self._tcp_info()
+        return acknowledged, self.transport.get_write_buffer_size()
 
-    def _tcp_info(self) -> bytes:
+    def _tcp_info(self) -> tuple[int, int, int]:
         connection: socket.socket = self.transport.get_extra_info("socket")
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+        unacknowledged, acknowledged, unsent = _TCP_INFO.unpack(
+            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        )
+        return unacknowledged, acknowledged, unsent
 
     def _watch_sender(self) -> None:
         """Sets the time for headers that have begun, and for the rest of a body that is answered already."""

@@ -253,14 +253,28 @@ def test_a_tls_handshake_that_does_not_come_is_not_waited_for(gateways: Gateways
             assert answer(connection)[0] == 200
 
 
-def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(gateways: Gateways) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(
+    gateways: Gateways, tmp_path: Path, encrypted: bool
+) -> None:
+    issued = issue(tmp_path, "127.0.0.1")
+    context = ssl.create_default_context(cafile=issued.ca_file)
+    tls = TlsFiles(certificate=Path(issued.certificate_file), key=Path(issued.key_file)) if encrypted else None
+
+    def opened() -> socket.socket:
+        plain = connected(served)
+        return context.wrap_socket(plain, server_hostname="127.0.0.1") if encrypted else plain
+
     def status() -> int:
-        with connected(served) as connection:
-            connection.sendall(request())
-            return answer(connection)[0]
+        try:
+            with opened() as connection:
+                connection.sendall(request())
+                return answer(connection)[0]
+        except OSError:  # of a handshake
+            return 0
 
     limits = ConnectionLimits(write_seconds=SOON, total=1)
-    with gateways.serve(GatewaySettings(connections=limits)) as served, connected(served) as connection:
+    with gateways.serve(GatewaySettings(connections=limits), tls=tls) as served, opened() as connection:
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500)
         wait_until(lambda: status() == 200, "a free place")
 
