@@ -96,7 +96,7 @@ def text_difference(found: FoundReceipt, receipt: Receipt, tokenizer: ModelToken
         return None
     sayings = list(_sayings(answer, receipt, tokenizer))
     if not sayings:
-        return f"stop_reason is {answer.stop_reason!r}, which the last token does not complete"
+        return f"stop_reason is {answer.stop_reason!r}, which the last token is not and does not complete"
     differences = [_difference(answer, *saying) for saying in sayings]
     return None if None in differences else max(filter(None, differences))[1]
 
@@ -165,10 +165,14 @@ def _reasonings(answer: _Answer, receipt: Receipt, tokenizer: ModelTokenizer) ->
 def _ended(answer: _Answer, receipt: Receipt, pieces: Sequence[str], reasoning: Reasoning) -> Iterator[str]:
     """The texts that an output may end as; `pieces` are those of its tokens, perhaps but the last, and the rest.
 
-    A stop string must be completed by the last token. Another end may be a token without text.
+    The last token must complete a stop string, or be the stop token. Another end may be a token without text.
     """
     stop, count = answer.stop_reason, len(receipt.output)
-    if not isinstance(stop, str):
+    if stop is not None and not isinstance(stop, str):
+        if stop == receipt.output[-1] and len(pieces) == count:
+            yield "".join(pieces)
+        return
+    if stop is None:
         if len(pieces) > count or answer.finish_reason in ("stop", "tool_calls"):
             yield "".join(pieces)
         return

@@ -285,7 +285,7 @@ def test_the_text_of_an_answer_is_that_of_its_tokens(served: Served, tmp_path: P
     def chat(**message: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", **message}, "finish_reason": "length"}
 
-    def stopped(text: str, stop: str) -> dict[str, Any]:
+    def stopped(text: str, stop: str | int) -> dict[str, Any]:
         return {"text": text, "finish_reason": "stop", "stop_reason": stop}
 
     choices: list[tuple[dict[str, Any], str]] = [
@@ -300,7 +300,9 @@ def test_the_text_of_an_answer_is_that_of_its_tokens(served: Served, tmp_path: P
         ({"text": changed, "finish_reason": "length"}, f"text {wrong}"),
         ({"text": prompt + changed, "finish_reason": "length"}, "text goes on"),
         ({"text": text[-3:], "finish_reason": "length"}, "text goes on"),
-        (stopped(text[:4], text[3]), f"stop_reason is {text[3]!r}, which the last token does not complete"),
+        (stopped(text[:4], text[3]), f"stop_reason is {text[3]!r}, which the last token is not"),
+        (stopped(text.removesuffix(last), receipt.output[-1]), ""),
+        (stopped(text.removesuffix(last), receipt.output[-1] + 1), "stop_reason is"),
         (stopped("", ""), "text not compared: stop_reason is '', must be a stop string"),
         (chat(content=changed), f"message.content {wrong}"),
         (chat(content=text[:-1]), f"message.content goes on with nothing at character {len(text) - 1}"),
