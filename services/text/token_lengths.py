@@ -23,7 +23,9 @@ def most_characters_per_token(tokenizer: tokenizers.Tokenizer, vocabulary: Colle
     model = tokenizer.model
     if not isinstance(model, models.BPE) or not (bytelevel or model.byte_fallback):
         return None
-    if any(token not in vocabulary for token in bytes_):
+    # Where there is a token for unknown characters, each of them is one, unless several are fused.
+    counts_unknown = model.unk_token is not None and not model.fuse_unk
+    if not counts_unknown and any(token not in vocabulary for token in bytes_):
         return None
     # These take the white space around them.
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):

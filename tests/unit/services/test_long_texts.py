@@ -35,6 +35,15 @@ def byte_level(change: Change = lambda tokenizer: None) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def with_unknown_bytes(unk_token: str | None) -> tokenizers.Tokenizer:
+    """As many published tokenizers: trained on texts that lack some bytes."""
+    words = ["<unk>", "a", "aa", "Ġ"]
+    model = models.BPE({word: index for index, word in enumerate(words)}, [("a", "a")], unk_token=unk_token)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
 def byte_fallback(byte_count: int = 256) -> tokenizers.Tokenizer:
     words = ["<unk>", "▁", "a", "aa", "▁aa", *(f"<0x{byte:02X}>" for byte in range(byte_count))]
     vocabulary = {token: index for index, token in enumerate(words)}
@@ -56,6 +65,7 @@ CERTAIN = [
     byte_level(setting("normalizer", normalizers.Sequence([normalizers.NFD(), normalizers.Prepend("b")]))),
     byte_level(setting("normalizer", normalizers.Replace("b", "cd"))),
     byte_fallback(),
+    with_unknown_bytes(unk_token="<unk>"),
 ]
 UNCERTAIN = [
     byte_level(setting("normalizer", normalizers.Strip())),
@@ -71,6 +81,7 @@ UNCERTAIN = [
     ),
     byte_level(lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<wide>", rstrip=True)]) and None),
     byte_fallback(byte_count=200),
+    with_unknown_bytes(unk_token=None),
     tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")),
 ]
 
