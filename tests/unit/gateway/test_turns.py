@@ -114,7 +114,7 @@ def test_keys_take_turns_in_threads() -> None:
             given_up.cancel()
         await asyncio.gather(*many[:2], many[4], return_exceptions=True)
         assert len(order) == 2  # what has begun keeps its thread
-        for _ in range(5):
+        for _ in range(6):
             done.release()
         assert await asyncio.gather(one, many[2], many[3], many[5]) == ["one", "many 2", "many 3", "many 5"]
         assert "one" in order[2:4]
