@@ -55,6 +55,10 @@ class Attack:
     share_of_core: float
     receipts: list[str]
     answers: Counter[str] = field(default_factory=Counter)
+    _http: httpx.AsyncClient = field(init=False)
+    _began: float = field(init=False)
+    _used: float = field(init=False)
+    """CPU seconds of the process when the attack began."""
 
     async def run(self) -> None:
         self._began, self._used = time.monotonic(), time.process_time()
@@ -87,8 +91,7 @@ class Attack:
             try:
                 answer = await once()
             except (httpx.HTTPError, grpc.aio.AioRpcError, OSError, asyncio.IncompleteReadError) as error:
-                code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-                answer = code
+                answer = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
                 await asyncio.sleep(0.2)
             self.answers[f"{name}: {answer}"] += 1
 

@@ -27,7 +27,9 @@ def read_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_depth(value)
+    # There are no more levels than marks that open one; most texts have few, and need no walk through all entries.
+    if _count(text, "[{") > MAX_DEPTH:
+        _check_depth(value)
     return value
 
 
