@@ -39,11 +39,8 @@ class SequenceState(Enum):
     """Has no target and no KV yet, or has lost both."""
     PREFILLING = "prefilling"
     """The target's KV lags behind the committed tokens. The row that feeds the last of them samples the next token."""
-    READY = "ready"
-    """Waits for a draft worker to propose."""
-    DRAFTING = "drafting"
-    DRAFTED = "drafted"
-    """Waits for the target, with a proposal or, in a plain decoding round, without."""
+    IDLE = "idle"
+    """Has no row in flight, and may be in the target's next verify group."""
     VERIFYING = "verifying"
     MOVING = "moving"
     """The sequence's KV is on the way from one target to another. Both have pages for it."""
@@ -61,7 +58,8 @@ class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
     Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own. So do
-    targets with the same `own_draft_id`, that of a head or a draft inside; "" means that the target does not propose.
+    targets with the same `own_draft_id`, that of a head, a draft inside or prompt lookup; "" means that the target has
+    none, so that a draft worker can serve it.
     `page_spans` and `page_windows` as in scheduler/page_counts.py; without them, a page holds `page_size` positions.
 
     Raises `ValueError` naming field, value and limit.
@@ -132,7 +130,8 @@ class SequenceRequest:
 
     Only sequences of the same `cache_scope` take over each other's KV.
 
-    What follows of an `expected_output` is proposed in each round, by nobody else; the output is the same without it.
+    What follows of an `expected_output` is proposed in each round, instead of what a draft would propose; the output is
+    the same without it.
     """
 
     sequence_id: int
@@ -154,20 +153,11 @@ class SequenceRequest:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What is proposed if a target accepts the first `accepted` tokens of a proposal and then chooses `token`: by a
-    draft that does not know yet whether it will, or by the target's own draft, which does."""
-
-    accepted: int
-    token: int
-    draft_tokens: tuple[int, ...]
-
-
-@dataclass(slots=True)
 class RowResult:
-    """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply.
+    """A target's answer for one row of a step; fields as in protos/worker.proto, RowAnswers.
 
-    `kv_len` may exceed what the row asked for, if other sequences' KV was `reused`.
+    `kv_len` may exceed what the row asked for, if other sequences' KV was `reused`. `verified` counts the tokens of a
+    proposal that were verified, of which the first `accepted` begin `tokens`.
     """
 
     sequence_id: int
@@ -181,7 +171,7 @@ class RowResult:
     error: str = ""
     reused: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()
+    verified: int = 0
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -214,7 +204,8 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """The target will leave soon: it gets no new sequences, and its own move to other targets."""
+    """The worker will leave soon. A target gets no new sequences, and its own move to other targets; the targets that a
+    draft serves are given to other drafts."""
 
     worker_id: str
 
@@ -229,15 +220,29 @@ class KvMoved:
     size: int = 0
 
 
+@dataclass(slots=True)
+class DraftingReport:
+    """How a target's draft worker served it in one step: of the `asked` rows for which the target waited, or would have
+    if there were time, `in_time` had a proposal. `connected`: whether the stream to the draft of the last grant works;
+    true without a grant. The draft is never asked for the sequences `refused` any more: it was lost with them twice."""
+
+    connected: bool = True
+    asked: int = 0
+    in_time: int = 0
+    refused: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
     """`results` has one for each row, in their order. `seconds` is the time that the worker spent on the step itself,
-    without queueing."""
+    without queueing, and on what it proposed since the step before, its waits for a draft worker included."""
 
     worker_id: str
     step_id: int
     results: tuple[RowResult, ...]
     seconds: float
+    drafting: DraftingReport | None = None
+    """None where no draft worker serves the target."""
 
 
 Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted
@@ -265,12 +270,15 @@ class PromptScoring:
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
-    The row feeds tokens that are committed once it runs, up to position `end`. `opening` is set when the worker does
-    not know the sequence yet. `committed` then holds the committed tokens for which pages are reserved, those to feed
+    The row feeds tokens that are committed once it runs, up to position `end`, and then verifies what the target has
+    proposed after them: at most `verify` tokens, fewer where it has fewer. `opening` is set when the worker does not
+    know the sequence yet. `committed` then holds the committed tokens for which pages are reserved, those to feed
     included: the worker may have KV of them from other sequences. `known`: the worker got all `tokens` as `committed`
-    ones before, and they are not sent again. A row that `follows` feeds the token that the row before it samples, and
-    verifies what the target's own draft proposes then. Nobody knows them yet: the row has no `tokens`. Until the answer
-    to the row before has come, it has no `draft_tokens`, `kv_len` is the `end` of that row, and its `end` is a guess.
+    ones before, and they are not sent again. `draft_length` tokens are to be proposed after the one that the row
+    samples, for the sequence's next round; in a row that does not `sample`, that is what is expected for later, so that
+    a draft may read the prompt. A row that `follows` feeds the token that the row before it samples. Nobody knows that
+    one yet: the row has no `tokens`. Until the answer to the row before has come, `kv_len` is the `end` of that row,
+    and its own `end` is a guess.
 
     `before` and `abandoned` are the core's own: the row of the sequence in flight on this worker that comes before this
     one; and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.
@@ -281,7 +289,7 @@ class Row:
     prefix_digest: int
     tokens: tuple[int, ...]
     end: int
-    draft_tokens: tuple[int, ...] = ()
+    verify: int = 0
     draft_length: int = 0
     sample: bool = False
     before: Row | None = field(default=None, repr=False, compare=False)
@@ -289,28 +297,41 @@ class Row:
     opening: SequenceRequest | None = None
     committed: tuple[int, ...] = ()
     scoring: PromptScoring | None = None
-    outcomes: int = 0
     follows: bool = False
     abandoned: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)
 class GroupFormed:
-    """The verify group of a step, for metrics. `rows` counts its sequences, without prefill chunks."""
+    """The verify group of a step, for metrics. `rows` counts its sequences, without prefill chunks. Whether its lengths
+    are equal is known from the answers: see `Counters`."""
 
     rows: int
-    equal_length: bool
     forced_by_bound: bool
     seconds_waited: float
 
 
+@dataclass(frozen=True, slots=True)
+class DraftGrant:
+    """Lets a target ask a draft worker for proposals. Of two grants for one target, the one with the higher number
+    counts."""
+
+    draft_id: str
+    number: int
+
+
 @dataclass(slots=True)
 class SendStep:
+    """`grant` is the target's at present; None: no draft worker serves it. The step may wait `wait_seconds` at most for
+    proposals of a draft worker."""
+
     worker_id: str
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
     group: GroupFormed | None = None
+    grant: DraftGrant | None = None
+    wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +351,7 @@ class MoveKv:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrained:
-    """Nothing is left on a draining target."""
+    """Nothing is left on a draining target, or no target uses a draining draft."""
 
     worker_id: str
 
