@@ -233,16 +233,20 @@ class SequenceRefusal(_message.Message):
     def __init__(self, cause: _Optional[_Union[RefusalCause, str]] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker_id", "address", "description", "highest_scheduler_epoch")
+    __slots__ = ("worker_id", "address", "description", "highest_scheduler_epoch", "busy_seconds", "queued")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     description: _worker_pb2.WorkerDescription
     highest_scheduler_epoch: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., highest_scheduler_epoch: _Optional[int] = ...) -> None: ...
+    busy_seconds: float
+    queued: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., highest_scheduler_epoch: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("scheduler_epoch", "state", "reason")

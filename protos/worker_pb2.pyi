@@ -112,70 +112,76 @@ class WorkerDescription(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., protocol_version: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., own_draft_id: _Optional[str] = ..., page_spans: _Optional[_Iterable[int]] = ..., page_windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "following")
+    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "following", "grant", "wait_seconds")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     scheduler_epoch: int
     released_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
     following: FollowingRows
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., following: _Optional[_Union[FollowingRows, _Mapping]] = ...) -> None: ...
+    grant: DraftGrant
+    wait_seconds: float
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., following: _Optional[_Union[FollowingRows, _Mapping]] = ..., grant: _Optional[_Union[DraftGrant, _Mapping]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class DraftGrant(_message.Message):
+    __slots__ = ("address", "draft_epoch", "scheduler_epoch", "number", "target_id")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ID_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    draft_epoch: int
+    scheduler_epoch: int
+    number: int
+    target_id: str
+    def __init__(self, address: _Optional[str] = ..., draft_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., number: _Optional[int] = ..., target_id: _Optional[str] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "known_tokens")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "verify", "draft_length", "sample", "parameters", "scoring", "known_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    verify: int
     draft_length: int
     sample: bool
     parameters: SequenceParameters
     scoring: PromptScoring
-    outcomes: int
     known_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify: _Optional[int] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., known_tokens: _Optional[int] = ...) -> None: ...
 
 class FollowingRows(_message.Message):
-    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests", "draft_lengths")
+    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests", "draft_lengths", "verify")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_LENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_lens: _containers.RepeatedScalarFieldContainer[int]
     prefix_digests: _containers.RepeatedScalarFieldContainer[int]
     draft_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Outcomes(_message.Message):
-    __slots__ = ("accepted", "tokens", "lengths", "draft_tokens")
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    accepted: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    lengths: _containers.RepeatedScalarFieldContainer[int]
-    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, accepted: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    verify: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., verify: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptScoring(_message.Message):
     __slots__ = ("first", "tokens", "top")
@@ -188,20 +194,22 @@ class PromptScoring(_message.Message):
     def __init__(self, first: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., top: _Optional[int] = ...) -> None: ...
 
 class SequenceParameters(_message.Message):
-    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens", "cache_scope")
+    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens", "cache_scope", "expected_output")
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     prompt_length: int
     sampling: SamplingParameters
     logits_digests: bool
     top_logprobs: int
     committed_tokens: _containers.RepeatedScalarFieldContainer[int]
     cache_scope: bytes
-    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., cache_scope: _Optional[bytes] = ...) -> None: ...
+    expected_output: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., cache_scope: _Optional[bytes] = ..., expected_output: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "end_token_ids", "grammar", "bad_words")
@@ -254,33 +262,39 @@ class Grammar(_message.Message):
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, definition: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class RowReply(_message.Message):
-    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "prompt_logprobs", "outcomes")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    KV_LEN_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+class RowAnswers(_message.Message):
+    __slots__ = ("statuses", "counts", "tokens", "kv_lens", "prefix_digests", "verified", "logits_digests", "reused", "details")
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    KV_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    kv_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_digests: _containers.RepeatedScalarFieldContainer[int]
+    verified: _containers.RepeatedScalarFieldContainer[int]
+    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    reused: _containers.RepeatedScalarFieldContainer[int]
+    details: _containers.RepeatedCompositeFieldContainer[RowDetails]
+    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., verified: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., reused: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ...) -> None: ...
+
+class RowDetails(_message.Message):
+    __slots__ = ("row", "error", "logprobs", "prompt_logprobs")
+    ROW_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    REUSED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    status: RowStatus
-    kv_len: int
-    prefix_digest: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    accepted: int
-    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    row: int
     error: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    reused: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    outcomes: Outcomes
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")
@@ -295,7 +309,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error", "followed")
+    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error", "drafting")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -303,35 +317,31 @@ class StepReply(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     status: StepStatus
-    rows: _containers.RepeatedCompositeFieldContainer[RowReply]
+    rows: RowAnswers
     timings: StepTimings
     free_pages: int
     error: str
-    followed: FollowedRows
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., followed: _Optional[_Union[FollowedRows, _Mapping]] = ...) -> None: ...
+    drafting: DraftingReport
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Union[RowAnswers, _Mapping]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., drafting: _Optional[_Union[DraftingReport, _Mapping]] = ...) -> None: ...
 
-class FollowedRows(_message.Message):
-    __slots__ = ("counts", "tokens", "kv_lens", "logits_digests", "proposed", "proposed_tokens")
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KV_LENS_FIELD_NUMBER: _ClassVar[int]
-    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    kv_lens: _containers.RepeatedScalarFieldContainer[int]
-    logits_digests: _containers.RepeatedScalarFieldContainer[int]
-    proposed: _containers.RepeatedScalarFieldContainer[int]
-    proposed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., proposed: _Optional[_Iterable[int]] = ..., proposed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+class DraftingReport(_message.Message):
+    __slots__ = ("connected", "asked", "in_time", "refused_ids")
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    connected: bool
+    asked: int
+    in_time: int
+    refused_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, connected: _Optional[bool] = ..., asked: _Optional[int] = ..., in_time: _Optional[int] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
-    __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows")
+    __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows", "drafting")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +351,7 @@ class StepTimings(_message.Message):
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     PACKED_ROWS_FIELD_NUMBER: _ClassVar[int]
     PADDING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     queued: float
     idle: float
     prepare: float
@@ -350,7 +361,8 @@ class StepTimings(_message.Message):
     total: float
     packed_rows: int
     padding_rows: int
-    def __init__(self, queued: _Optional[float] = ..., idle: _Optional[float] = ..., prepare: _Optional[float] = ..., realign: _Optional[float] = ..., forward: _Optional[float] = ..., sample: _Optional[float] = ..., total: _Optional[float] = ..., packed_rows: _Optional[int] = ..., padding_rows: _Optional[int] = ...) -> None: ...
+    drafting: float
+    def __init__(self, queued: _Optional[float] = ..., idle: _Optional[float] = ..., prepare: _Optional[float] = ..., realign: _Optional[float] = ..., forward: _Optional[float] = ..., sample: _Optional[float] = ..., total: _Optional[float] = ..., packed_rows: _Optional[int] = ..., padding_rows: _Optional[int] = ..., drafting: _Optional[float] = ...) -> None: ...
 
 class ExportKvRequest(_message.Message):
     __slots__ = ("worker_epoch", "scheduler_epoch", "sequence_id", "kv_len", "prefix_digest")

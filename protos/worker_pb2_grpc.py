@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """One worker replica: it drafts or verifies, and keeps the KV state of the sequences that have their home on it.
+    """One worker replica. A target verifies, and keeps the KV state of the sequences that have their home on it. A draft
+    worker serves targets (draft.proto); of this service it has `Describe`, and `Steps` for empty steps.
     Token ids only, never text. Floating-point values never cross the wire except as parameters and timings.
     """
 
@@ -59,7 +60,8 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """One worker replica: it drafts or verifies, and keeps the KV state of the sequences that have their home on it.
+    """One worker replica. A target verifies, and keeps the KV state of the sequences that have their home on it. A draft
+    worker serves targets (draft.proto); of this service it has `Describe`, and `Steps` for empty steps.
     Token ids only, never text. Floating-point values never cross the wire except as parameters and timings.
     """
 
@@ -122,7 +124,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """One worker replica: it drafts or verifies, and keeps the KV state of the sequences that have their home on it.
+    """One worker replica. A target verifies, and keeps the KV state of the sequences that have their home on it. A draft
+    worker serves targets (draft.proto); of this service it has `Describe`, and `Steps` for empty steps.
     Token ids only, never text. Floating-point values never cross the wire except as parameters and timings.
     """
 
