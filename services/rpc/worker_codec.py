@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 
 from protos import worker_pb2
 from scheduler.messages import (
-    Outcome,
+    DraftingReport,
     Role,
     Row,
     RowResult,
@@ -18,7 +17,6 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from services.rpc.conversion import WireEnum, from_wire, to_wire
-from services.rpc.followed_rows import followed_from_wire
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
 ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")
@@ -43,16 +41,18 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         prefix_digest=row.prefix_digest,
         tokens=() if row.known else row.tokens,
         known_tokens=len(row.tokens) if row.known else 0,
-        draft_tokens=row.draft_tokens,
+        verify=row.verify,
         draft_length=row.draft_length,
         sample=row.sample,
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
         scoring=None if row.scoring is None else to_wire(worker_pb2.PromptScoring, row.scoring),
-        outcomes=row.outcomes,
     )
 
 
-def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> worker_pb2.StepRequest:
+def step_to_wire(
+    step: SendStep, worker_epoch: int, scheduler_epoch: int, grant: worker_pb2.DraftGrant | None = None
+) -> worker_pb2.StepRequest:
+    """`grant` is the step's, as the worker gets it."""
     following = [row for row in step.rows if row.follows]
     return worker_pb2.StepRequest(
         worker_epoch=worker_epoch,
@@ -64,28 +64,94 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
             sequence_ids=[row.sequence_id for row in following],
             kv_lens=[row.kv_len for row in following],
             prefix_digests=[row.prefix_digest for row in following],
-            draft_lengths=[row.draft_length for row in following] if any(row.draft_length for row in following) else (),
+            draft_lengths=_column([row.draft_length for row in following]),
+            verify=_column([row.verify for row in following]),
         )
         if following
         else None,
+        grant=grant,
+        wait_seconds=step.wait_seconds,
     )
 
 
+def answers_to_wire(results: Sequence[RowResult]) -> worker_pb2.RowAnswers:
+    """Of all rows of a step, in their order: those that follow come last. `accepted` is not sent: where a row has given
+    tokens, all but the last of them are accepted ones."""
+    ok = RowStatus.OK
+    answers = worker_pb2.RowAnswers(
+        counts=[len(result.tokens) for result in results],
+        tokens=[token for result in results for token in result.tokens],
+        kv_lens=[result.kv_len for result in results],
+        verified=_column([result.verified for result in results]),
+        reused=_column([result.reused for result in results]),
+    )
+    if any(result.status is not ok or not result.tokens for result in results):
+        answers.prefix_digests.extend(0 if result.tokens else result.prefix_digest for result in results)
+    if any(result.status is not ok for result in results):
+        answers.statuses.extend(ROW_STATUSES.to_wire(result.status) for result in results)
+    if any(result.logits_digests for result in results):
+        for result in results:
+            answers.logits_digests.extend(result.logits_digests or (0,) * len(result.tokens))
+    for place, result in enumerate(results):
+        if result.error or result.logprobs or result.prompt_logprobs:
+            answers.details.add(
+                row=place,
+                error=result.error,
+                logprobs=map(logprobs_to_wire, result.logprobs),
+                prompt_logprobs=map(logprobs_to_wire, result.prompt_logprobs),
+            )
+    return answers
+
+
 def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
-    """One result for each row of the step, in their order. Raises ValueError where the reply does not answer it."""
-    first = next((place for place, row in enumerate(step.rows) if row.follows), len(step.rows))
-    results = [result_from_wire(answer) for answer in reply.rows[:first]]
-    replies = iter(reply.rows[first:])
-    for result in followed_from_wire(step.rows[first:], reply.followed):
-        if result is not None:
-            results.append(result)
-        elif (answer := next(replies, None)) is not None:
-            results.append(result_from_wire(answer))
-    sent, answered = [row.sequence_id for row in step.rows], [result.sequence_id for result in results]
-    left = [answer.sequence_id for answer in replies]
-    if sent != answered or left:
-        raise ValueError(f"rows are of sequences {answered + left}, must be of {sent}")
+    """One result for each row of the step, in their order. Raises ValueError naming a column that is too long or too
+    short, a status that this version does not know, and details out of place."""
+    rows, answers = step.rows, reply.rows
+    size = len(rows)
+    counts, tokens, kv_lens = list(answers.counts), tuple(answers.tokens), list(answers.kv_lens)
+    logits_digests = tuple(answers.logits_digests)
+    optional = {name: list(getattr(answers, name)) for name in ("statuses", "prefix_digests", "verified", "reused")}
+    _check_size("counts", counts, size)
+    _check_size("tokens", tokens, sum(counts))
+    _check_size("kv_lens", kv_lens, size)
+    for name, column in optional.items():
+        if column:
+            _check_size(name, column, size)
+    if logits_digests:
+        _check_size("logits_digests", logits_digests, len(tokens))
+    none = [0] * size
+    statuses = [ROW_STATUSES.from_wire(status) for status in optional["statuses"]] or [RowStatus.OK] * size
+    digests, verified, reused = (optional[name] or none for name in ("prefix_digests", "verified", "reused"))
+    results = list[RowResult]()
+    first = 0
+    for place, row in enumerate(rows):
+        count = counts[place]
+        end, accepted = first + count, count - 1 if count else 0
+        result = RowResult(
+            row.sequence_id, statuses[place], kv_lens[place], digests[place], tokens[first:end], accepted
+        )
+        result.verified, result.reused = verified[place], reused[place]
+        if logits_digests and count and logits_digests[first]:
+            result.logits_digests = logits_digests[first:end]
+        results.append(result)
+        first = end
+    _take_details(results, answers.details)
     return tuple(results)
+
+
+def _take_details(results: list[RowResult], details: Iterable[worker_pb2.RowDetails]) -> None:
+    before = -1
+    for one in details:
+        if not before < one.row < len(results):
+            raise ValueError(f"details are of row {one.row}, must be above {before} and below {len(results)}")
+        result, before = results[one.row], one.row
+        result.error = one.error
+        result.logprobs = tuple(map(logprobs_from_wire, one.logprobs))
+        result.prompt_logprobs = tuple(map(logprobs_from_wire, one.prompt_logprobs))
+
+
+def report_from_wire(report: worker_pb2.DraftingReport) -> DraftingReport:
+    return from_wire(DraftingReport, report, refused=tuple(report.refused_ids))
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
@@ -103,34 +169,11 @@ def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
 
 
-def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
-    """Raises ValueError for a status that this version does not know, and for outcomes that do not add up."""
-    return RowResult(
-        sequence_id=reply.sequence_id,
-        status=ROW_STATUSES.from_wire(reply.status),
-        kv_len=reply.kv_len,
-        prefix_digest=reply.prefix_digest,
-        tokens=tuple(reply.tokens),
-        accepted=reply.accepted,
-        logits_digests=tuple(reply.logits_digests),
-        logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.logprobs),
-        error=reply.error,
-        reused=reply.reused,
-        prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.prompt_logprobs),
-        outcomes=_outcomes_from_wire(reply.outcomes) if reply.HasField("outcomes") else (),
-    )
+def _column(values: list[int]) -> list[int]:
+    """Nothing where all are 0."""
+    return values if any(values) else []
 
 
-def _outcomes_from_wire(outcomes: worker_pb2.Outcomes) -> tuple[Outcome, ...]:
-    accepted, tokens, lengths = tuple(outcomes.accepted), tuple(outcomes.tokens), tuple(outcomes.lengths)
-    proposed = tuple(outcomes.draft_tokens)
-    if not len(accepted) == len(tokens) == len(lengths) or sum(lengths) != len(proposed):
-        raise ValueError(
-            f"outcomes have {len(accepted)} accepted, {len(tokens)} tokens, {len(lengths)} lengths of {sum(lengths)} "
-            f"in all and {len(proposed)} draft_tokens, which does not add up"
-        )
-    ends = tuple(accumulate(lengths))
-    return tuple(
-        Outcome(count, token, proposed[end - length : end])
-        for count, token, length, end in zip(accepted, tokens, lengths, ends, strict=True)
-    )
+def _check_size(name: str, column: Sequence[int], size: int) -> None:
+    if len(column) != size:
+        raise ValueError(f"{name} holds {len(column)} entries, must hold {size}")
