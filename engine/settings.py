@@ -36,11 +36,13 @@ class EngineSettings:
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
     `max_num_batched_tokens` bounds the tokens of one forward pass (None: as `batched_tokens` says), `max_model_len`
     those of a sequence (None: the model does). `threads` 0 leaves the number to torch.
-    `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
-    followed them is proposed instead of the model's tokens. So is `target`, a model: rows and proposals have its token
-    ids, which may not be the draft's own (engine/drafting/token_map.py). With `prefix_cache`, sequences that begin
-    alike share the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs.
-    So many ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
+    With `lookup_match`, where at least that many of the last tokens stood in the sequence before, what followed them is
+    proposed: by a target itself, alone (its own draft is "ngram" then) or before its head or the draft inside it is
+    asked; by a draft worker, before its model is. `inside_draft` has none of its own. `target`, a model, is for drafts:
+    rows and proposals have its token ids, which may not be the draft's own (engine/drafting/token_map.py). With
+    `prefix_cache`, sequences that begin alike share the pages of what they have in common. With `cuda_graphs`, a GPU
+    computes small passes as CUDA graphs. So many ranks as `tensor_parallel_size` says compute a target together;
+    `threads`, KV and GPUs are those of each.
     `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
     (engine/models/drafting_head.py). `inside_draft`: of a draft that runs in the target's process.
     `ignore_tensors`: names or patterns, as in a shell, of tensors of the models' files, and of keys of GGUF files, that
