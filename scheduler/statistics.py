@@ -29,22 +29,25 @@ class Counters:
     """Totals since the start.
 
     `draft_lengths` counts rounds (answers of targets to sequences that they verified) by the tokens asked of a draft, 0
-    for plain ones; `probes` are drafts only to see what they yield. `outcomes_sought` counts verifications during
-    which the draft was to prepare, `outcomes_found` those with an outcome that it had prepared for.
+    for plain ones; `probes` are drafts only to see what they yield. Of verify groups of two rows at least,
+    `equal_length_groups` counts those whose rows ended at one position with one number of verified tokens, and
+    `ragged_groups` the others, with `ragged_rows` in all.
     """
 
     preemptions: int = 0
     probes: int = 0
-    outcomes_sought: int = 0
-    outcomes_found: int = 0
+    equal_length_groups: int = 0
+    ragged_groups: int = 0
+    ragged_rows: int = 0
     moves: MoveStatistics = field(default_factory=MoveStatistics)
     draft_lengths: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """`base_seconds` and `row_seconds` are the measured law of its steps: a target's takes base + row · rows to verify,
-    a draft's that much for every pass."""
+    """Of a target, `base_seconds` and `row_seconds` are the measured law of its steps: one takes base + row · rows to
+    verify. A draft's `sequences` are those of the targets that it serves; of its pages, steps and times the core knows
+    nothing, and the fields are 0."""
 
     worker_id: str
     role: Role
@@ -104,8 +107,7 @@ class Snapshot(Counters):
     """The core at one moment, and its counters. `live` counts all unfinished sequences: those `waiting` and those
     `running`, of which there may be `max_running`, or more for a while after a target began to leave.
 
-    `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `running`.
-    `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
+    `prefilling`, `idle`, `verifying` and `moving` add up to `running`. `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
     """
 
     waiting: int
@@ -113,8 +115,7 @@ class Snapshot(Counters):
     max_running: int
     live: int
     prefilling: int
-    drafting: int
-    drafted: int
+    idle: int
     verifying: int
     moving: int
     acceptance: float
