@@ -107,7 +107,8 @@ class Snapshot(Counters):
     """The core at one moment, and its counters. `live` counts all unfinished sequences: those `waiting` and those
     `running`, of which there may be `max_running`, or more for a while after a target began to leave.
 
-    `prefilling`, `idle`, `verifying` and `moving` add up to `running`. `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
+    `prefilling`, `idle`, `verifying` and `moving` add up to `running`. `acceptance` is the measured chance that a token
+    asked of a draft is proposed and taken, given those before it were.
     """
 
     waiting: int
