@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.draft_kv import DraftKv
 from engine.drafting.prompt_lookup import TokenPlaces
+from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import PageTable
 from engine.sampling.grammars import GrammarState
 from scheduler.messages import PromptScoring, TokenLogprobs
@@ -15,17 +15,9 @@ from scheduler.sampling import SamplingParameters
 Computing = Callable[[], None]
 """Called once a pass is prepared, before its long calls begin. From then on other threads find the interpreter free."""
 
-Awaited = Callable[[], bool]
-"""Says whether another step waits for the present one to end."""
-
 
 def no_callback() -> None:
     """A `Computing` for callers that need not know when the long calls begin."""
-
-
-def never_awaited() -> bool:
-    """An `Awaited` where no other step comes."""
-    return False
 
 
 @dataclass(slots=True)
@@ -35,8 +27,8 @@ class VerifyRow:
     `history` is prompt plus committed output up to and including `tokens`; only penalties and grammars read it. With
     `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
     `grammar_state` is that of the sequence in steps before; it follows `history` by itself. The tokens that `scoring`
-    names follow some of `tokens`. With a drafting head or a draft inside, up to `draft_length` tokens are proposed
-    after the sampled one; `draft_kv` is what that draft has of the sequence.
+    names follow some of `tokens`. `draft_length` tokens are to be proposed after the sampled one
+    (engine/drafting/proposer.py); in a row that does not sample, that is what is expected for later.
     """
 
     table: PageTable
@@ -51,7 +43,7 @@ class VerifyRow:
     grammar_state: GrammarState = field(default_factory=GrammarState)
     scoring: PromptScoring | None = None
     draft_length: int = 0
-    draft_kv: DraftKv = field(default_factory=DraftKv)
+    drafting: SequenceDrafting = field(default_factory=SequenceDrafting)
 
 
 @dataclass(slots=True)
@@ -73,41 +65,12 @@ class ProposeRow:
 
 
 @dataclass(slots=True)
-class AheadRow:
-    """Feed `tokens`, then `assumed`, a proposal that a target verifies meanwhile. Then propose up to `draft_length`
-    tokens, at least 1, for each of the `outcomes` likeliest results of the verification.
-
-    `history` ends with `tokens`, before `assumed`. A row with a grammar only feeds.
-    """
-
-    table: PageTable
-    tokens: Sequence[int]
-    assumed: Sequence[int]
-    draft_length: int
-    outcomes: int
-    history: Sequence[int]
-    prompt_length: int
-    sampling: SamplingParameters
-
-
-@dataclass(slots=True)
-class AheadProposal:
-    """What is proposed if the first `accepted` tokens of `AheadRow.assumed` are accepted and `token` comes then."""
-
-    accepted: int
-    token: int
-    tokens: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class RowOutcome:
     """What became of a row. `table.length` has moved accordingly; a row with an `error` changed nothing.
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
-    table covers all of it but its last token. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the
-    likeliest result's first; the table covers `assumed`. Of a `VerifyRow`, it holds what follows `tokens` by the
-    target's own proposal.
+    table covers all of it but its last token.
     """
 
     tokens: list[int]
@@ -117,7 +80,6 @@ class RowOutcome:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
     out_of_pages: bool = False
-    ahead: list[AheadProposal] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -7,32 +7,12 @@ sequence goes on, never which tokens it gets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.drafting.draft_kv import DraftKv
+from engine.drafting.sequence import SequenceDrafting
 from engine.steps import RowOutcome, VerifyRow
 from scheduler.messages import DraftingReport
-
-
-@dataclass(slots=True, eq=False)
-class SequenceDrafting:
-    """What a target's worker keeps of a sequence for whoever proposes: the latest proposal of a local proposer, for the
-    prefix with this `digest`; the output that is `expected`, from the end of the prompt on; the KV of a draft inside."""
-
-    sequence_id: int
-    cache_scope: bytes = b""
-    expected: Sequence[int] = ()
-    kv: DraftKv = field(default_factory=DraftKv)
-    proposal: Sequence[int] = ()
-    digest: int = 0
-
-    def keep(self, digest: int, proposal: Sequence[int]) -> None:
-        self.digest, self.proposal = digest, proposal
-
-    def kept(self, digest: int, most: int) -> Sequence[int]:
-        """Up to `most` tokens after the prefix; empty where none are kept for it."""
-        return self.proposal[:most] if digest == self.digest else ()
 
 
 @dataclass(slots=True)
@@ -46,22 +26,18 @@ class Asked:
 
 
 class Proposer(Protocol):
-    """Called on the worker's step thread alone: `take` before a step's passes, `after_pass` behind each of them while
-    its features last, and `offer` once the step's reply has left."""
+    """Called on the worker's step thread alone: `take` before a step's passes, and `offer` once its reply has left."""
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
         """A proposal for each; empty where there is none in time. Only who proposes elsewhere waits, at most so long.
         Every token is below the vocabulary's size."""
         ...
 
-    def after_pass(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> None:
-        """What heads must take in of a pass before the next one."""
-        ...
-
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
-        """What the rows of a step have committed. `digests` are of each row's tokens with what it has sampled. Proposes
-        `row.draft_length` tokens for each row that has sampled, or has that begun; never raises, never blocks on others.
-        Rows that failed are not among them."""
+        """What the rows of a step have committed. By now `row.history` ends with the tokens that the row has accepted,
+        and `outcome.tokens[-1]`, the sampled one, follows it; without tokens the row has sampled nothing. `digests` are
+        of all these. Proposes `row.draft_length` tokens for each row that has sampled, or has that begun; never blocks
+        on others, and raises DeviceLostError alone. Rows that failed are not among them."""
         ...
 
     def forget(self, drafting: SequenceDrafting) -> None:
