@@ -149,11 +149,14 @@ class WorkerRegistration:
 
     async def _register(self) -> scheduler_pb2.RegisterReply:
         stub = await self._stub()
+        busy_seconds, queued = self._server.load()
         request = scheduler_pb2.RegisterRequest(
             worker_id=self._worker_id,
             address=self._address,
             description=self._server.describe(),
             highest_scheduler_epoch=self._server.highest_epoch,
+            busy_seconds=busy_seconds,
+            queued=queued,
         )
         timeout = self._options.call_timeout
         return readable(await stub.Register(request, timeout=timeout, metadata=self._security.metadata))

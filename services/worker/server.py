@@ -82,6 +82,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         description.protocol_version = PROTOCOL_VERSION
         return description
 
+    def load(self) -> tuple[float, int]:
+        """Of a draft worker, the seconds that it has computed for since its start, and the sequences that wait for it;
+        a target's are known from its steps."""
+        return 0.0, 0
+
     @property
     def busy(self) -> bool:
         """Whether a step is running."""
