@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import accumulate, islice
 from math import isnan
-from typing import Protocol
 
 import torch
 
 from engine.description import EngineDescription
+from engine.drafting.head_drafting import HeadDrafting
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
@@ -28,12 +28,6 @@ _NOT_A_NUMBER = "the target's logits are not finite"
 _NO_TOKEN = "the grammar allows only stop tokens, which min_tokens forbids here, or the target's logits are not finite"
 
 
-class Drafting(Protocol):
-    """`HeadDrafting` or `InsideDrafting`."""
-
-    def follow(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> float: ...
-
-
 class TargetEngine:
     """Verifies rows batch by batch; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
 
@@ -45,26 +39,25 @@ class TargetEngine:
         kv_store: KvStore,
         scan: LogitsScan,
         grammars: Grammars | None = None,
-        drafting: Drafting | None = None,
+        head: HeadDrafting | None = None,
     ) -> None:
-        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `drafting`: of a head that
-        the worker has beside the model."""
+        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `head`: proposes from what the
+        passes compute."""
         self.description = description
         self.pool = pool
         self.kv_store = kv_store
         self._runner = runner
         self._scan = scan
         self._grammars = grammars
-        self._drafting = drafting
+        self.head = head
 
     @property
     def device_lost(self) -> bool:
         return self._runner.device_lost
 
-    def draft_with(self, drafting: Drafting, draft_id: str) -> None:
-        """The target proposes by itself from now on."""
+    def drafted_by(self, draft_id: str) -> None:
+        """The target's worker proposes by itself from now on."""
         self.description = replace(self.description, own_draft_id=draft_id)
-        self._drafting = drafting
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
         """One step, in as many passes as its tokens and logits ask for; `computing` is called for each.
@@ -98,9 +91,8 @@ class TargetEngine:
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
-                if self._drafting is not None:
-                    ended = [outcomes[index] for index in batch]
-                    timings.add_pass(self._drafting.follow([rows[index] for index in batch], ended), 0.0)
+                if self.head is not None:
+                    self.head.after_pass([rows[index] for index in batch], [outcomes[index] for index in batch])
         return StepOutcome(outcomes, timings)
 
     def _begin_masks(self, rows: Sequence[VerifyRow]) -> Future[TokenMasks] | None:

@@ -57,6 +57,12 @@ class HeadContext:
         self._kept[pages[place]] = offset + 1
         return pages[place]
 
+    def is_next(self, pages: Sequence[int], position: int) -> bool:
+        """Whether the pair of this position is the next one that the head can compute, from features that are kept."""
+        place, offset = divmod(position, self._size)
+        page = pages[place]
+        return self._filled[page] == offset and self._kept[page] == offset + 1
+
     def first_page(self, pages: Sequence[int], position: int) -> int:
         """The place among `pages` of the first one that the head attends to at a position."""
         place = position // self._size

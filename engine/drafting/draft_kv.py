@@ -1,4 +1,4 @@
-"""What a draft inside its target's process has of one sequence. Knows no torch."""
+"""What a draft model has of one sequence of a target. Knows no torch."""
 
 from __future__ import annotations
 

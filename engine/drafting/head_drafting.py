@@ -1,13 +1,13 @@
 """Proposals of a drafting head beside a target: what follows the token that the target has just sampled.
 
 After each pass of the target the head computes KV for what was accepted, whether or not a proposal is asked for: a part
-of a layer's work. A proposal takes a pass of the head for each token. Rejected tokens leave the head's KV as they leave
-the target's, since both are on the same pages (engine/drafting/context.py).
+of a layer's work. A proposal takes a pass of the head for each token, and is made once the step's reply has left.
+Rejected tokens leave the head's KV as they leave the target's, since both are on the same pages
+(engine/drafting/context.py).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -18,36 +18,33 @@ from torch import Tensor
 from engine.attention.backends import Span
 from engine.drafting.context import HeadContext
 from engine.drafting.head import DraftingHead
+from engine.drafting.proposer import LocalProposer
 from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
 from engine.passes.features import Features
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
-from engine.steps import AheadProposal, RowOutcome, VerifyRow
+from engine.steps import RowOutcome, VerifyRow
 
 
 @dataclass(slots=True)
 class _Asking:
-    """A row that is to get a proposal. The head's next pair of it is of `position` and the `last` token known."""
+    """A row that is to get a proposal. The head's next pair of it is of `position` and the last token known: of those
+    after the row's history, the one `sampled` and those of the `proposal`."""
 
     row: VerifyRow
-    outcome: RowOutcome
+    digest: int
+    sampled: int
     position: int
-    features: int
     first_page: int
-    proposal: AheadProposal = field(default_factory=lambda: AheadProposal(0, 0))
+    proposal: list[int] = field(default_factory=list)
 
     @property
     def last(self) -> int:
-        return self.proposal.tokens[-1] if self.proposal.tokens else self.proposal.token
-
-    @property
-    def known(self) -> list[int]:
-        """The tokens after the row's history."""
-        return [*self.outcome.tokens, *self.proposal.tokens]
+        return self.proposal[-1] if self.proposal else self.sampled
 
 
-class HeadDrafting:
+class HeadDrafting(LocalProposer):
     """One head over the pages of one pool. A row with a grammar gets no proposal."""
 
     def __init__(self, head: DraftingHead, pool: PagePool, kept: Features, scan: LogitsScan) -> None:
@@ -64,22 +61,36 @@ class HeadDrafting:
         """Features `[pages, hidden]` that a page keeps of its last position."""
 
     @torch.inference_mode()
-    def follow(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> float:
-        """After a pass of the target over `rows`, whose tables hold what was accepted: adds to the outcomes what the
-        rows ask for, `AheadProposal`s of a token or more. Gives the seconds that it took."""
-        started = time.perf_counter()
+    def after_pass(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> None:
+        """After a pass of the target over `rows`, whose tables hold what was accepted."""
         with current(self._device):
-            self._propose(*self._feed(rows, outcomes))
-        return time.perf_counter() - started
+            self._feed(rows, outcomes)
 
-    def _feed(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> tuple[list[_Asking], Tensor]:
-        """Computes KV of all pairs that are known, but the last ones of the rows that ask for a proposal. Gives those
-        rows, and features among which they find theirs."""
+    @torch.inference_mode()
+    def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        asking: list[_Asking] = []
+        for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
+            last, pages = row.table.length - 1, row.table.pages
+            wants = row.draft_length and row.sampling.grammar is None and outcome.tokens
+            if wants and self._context.is_next(pages, last):
+                first_page = self._context.first_page(pages, last)
+                asking.append(_Asking(row, digest, outcome.tokens[-1], last, first_page))
+        if not asking:
+            return
+        kept_on = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
+        with current(self._device):
+            self._propose(asking, self._last[on_device(kept_on, self._device)])
+        for one in asking:
+            length = one.row.table.length
+            self._context.fill(one.row.table.pages, length - 1, length)
+            one.row.drafting.keep(one.digest, one.proposal)
+
+    def _feed(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> None:
+        """Computes KV of all pairs that are known, but the last ones: a proposal begins with them."""
         size, context = self._pool.page_size, self._context
         # Rows of the pass; of each pair, where its features are, its token, slot and position; and what pages keep.
         accepted, features, tokens, slots, positions = (list[int]() for _ in range(5))
         before, keeping, kept_on = (list[int]() for _ in range(3))
-        asking: list[_Asking] = []
         sizes = [len(row.tokens) + len(row.draft_tokens) for row in rows]
         firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
         fed = [each for each in zip(rows, outcomes, firsts, strict=True) if each[1].error is None]
@@ -98,18 +109,13 @@ class HeadDrafting:
                 tokens.append(known[t + 1 - start])
                 slots.append(pages[t // size] * size + t % size)
                 positions.append(t)
-            wants = row.draft_length > 0 and row.sampling.grammar is None and bool(outcome.tokens)
             if begin < end:
-                context.fill(pages, begin, end if wants else end - 1)
-            if wants and begin < end:
-                proposal = AheadProposal(outcome.accepted, outcome.tokens[-1])
-                first_page = context.first_page(pages, end - 1)
-                asking.append(_Asking(row, outcome, end - 1, base + end - 1, first_page, proposal))
+                context.fill(pages, begin, end - 1)
             for last in {*range(start - start % size + size - 1, end, size), end - 1}:
                 keeping.append(base + last)
                 kept_on.append(context.keep(pages, last))
         if not accepted:
-            return [], self._last
+            return
         numbers = [accepted, before, tokens, features, slots, positions, keeping, kept_on]
         parts = on_device([*chain(*numbers)], self._device).split([len(part) for part in numbers])
         found = self._head.features(self._kept.rows[parts[0]])
@@ -117,14 +123,10 @@ class HeadDrafting:
             of_pairs = torch.cat((found, self._last[parts[1]]))[parts[3]]
             self._head.write(parts[2], of_pairs, parts[5], self._kv, parts[4])
         self._last[parts[7]] = found[parts[6]]
-        return asking, found
 
-    def _propose(self, asking: Sequence[_Asking], found: Tensor) -> None:
-        """Token by token, as long as rows want one and there are pages."""
-        if not asking:
-            return
+    def _propose(self, asking: Sequence[_Asking], features: Tensor) -> None:
+        """Token by token, as long as rows want one and there are pages. `features`: those of the rows' next pairs."""
         lengths = [one.row.table.length for one in asking]
-        features = found[on_device([one.features for one in asking], self._device)]
         growing = list(asking)
         try:
             while growing:
@@ -136,9 +138,6 @@ class HeadDrafting:
         finally:
             for one, length in zip(asking, lengths, strict=True):
                 self._pool.truncate(one.row.table, length)
-        for one in asking:
-            if one.proposal.tokens:
-                one.outcome.ahead.append(one.proposal)
 
     def _pass(self, asking: Sequence[_Asking], features: Tensor) -> Tensor:
         """Adds a token to each proposal, or marks it as ended; the features of the next pairs."""
@@ -151,25 +150,25 @@ class HeadDrafting:
         tokens, positions, where = on_device(numbers, self._device).split(len(asking))
         plan = self._backend.plan(spans, len(spans))
         logits, features = self._head.propose(tokens, features, positions, self._kv, where, plan)
-        contexts = [SamplingContext.after(one.row, one.known) for one in asking]
+        contexts = [SamplingContext.after(one.row, [one.sampled, *one.proposal]) for one in asking]
         chosen = sample_tokens(logits, contexts, self._head.token_ids, self._scan)
         for one, token in zip(asking, chosen, strict=True):
             one.position += 1
             if token is None:
                 one.position = -1  # nothing can follow
             else:
-                one.proposal.tokens.append(token)
+                one.proposal.append(token)
         return features
 
     def _grows(self, one: _Asking) -> bool:
         """Makes room for the next pair, if the row wants another token."""
-        if one.position < 0 or len(one.proposal.tokens) >= one.row.draft_length:
+        if one.position < 0 or len(one.proposal) >= one.row.draft_length:
             return False
         if not self._pool.can_append(one.row.table, 1):
             return False
         self._pool.append(one.row.table, 1)
         return True
 
-    def forget(self, page: int) -> None:
+    def forget_page(self, page: int) -> None:
         """The target's KV on the page comes from elsewhere."""
         self._context.reset(page)

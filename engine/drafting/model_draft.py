@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.description import EngineDescription
-from engine.drafting.ahead import AheadDrafting
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.chained import ChainedPasses
@@ -20,17 +19,7 @@ from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.sampling.logits_shaping import changes_scores
 from engine.sampling.sampler import SamplingContext, draw_of, sample_tokens, takes_any_token
 from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import (
-    AheadRow,
-    Awaited,
-    Computing,
-    EngineTimings,
-    ProposeRow,
-    RowOutcome,
-    StepOutcome,
-    never_awaited,
-    no_callback,
-)
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
 
 
 class DraftEngine:
@@ -64,7 +53,6 @@ class DraftEngine:
         self._grammars = grammars
         limit, size = description.max_num_batched_tokens, description.vocabulary_size
         self._chained = ChainedPasses(runner, limit, size, scan, token_ids) if chained else None
-        self._ahead = AheadDrafting(description, runner, pool, token_ids, self._step)
 
     @property
     def device_lost(self) -> bool:
@@ -76,23 +64,15 @@ class DraftEngine:
 
         A row without pages for its missing tokens fails alone; one that runs out while proposing proposes less.
         """
-        return self._step(rows, computing)
-
-    def _step(self, rows: Sequence[ProposeRow], computing: Computing, awaited: Awaited | None = None) -> StepOutcome:
-        """With `awaited`, the model makes every proposal, and no pass begins any more once it says so."""
         outcomes = [RowOutcome([]) for _ in rows]
         timings = EngineTimings()
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
-            if awaited is None:
-                feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
-            else:
-                feed = {index: rows[index].tokens for index in drafting}
-            chains = awaited is None and all(self._is_plain(rows[index]) for index in drafting)
-            if self._chained is not None and chains:
+            feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
+            if self._chained is not None and all(self._is_plain(rows[index]) for index in drafting):
                 self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing)
                 drafting = []
-            while drafting and not (awaited is not None and awaited()):
+            while drafting:
                 at_end = self._pass(rows, drafting, feed, outcomes, timings, computing)
                 drafting = [i for i in drafting if i not in at_end and self._goes_on(rows[i], outcomes[i])]
                 feed = {index: outcomes[index].tokens[-1:] for index in drafting}
@@ -100,12 +80,6 @@ class DraftEngine:
                 if outcome.error is not None and not outcome.out_of_pages:
                     self._runner.discard(self.pool, row.table, start)
         return StepOutcome(outcomes, timings)
-
-    def prepare(
-        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
-    ) -> StepOutcome:
-        """Proposals for what a target may make of one that it verifies meanwhile (engine/drafting/ahead.py)."""
-        return self._ahead.step(rows, computing, awaited)
 
     def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
         """What the row feeds in the first pass: its missing tokens and what is proposed without the model's choice, but

@@ -25,7 +25,10 @@ class TokenPlaces:
 
     def follow(self, history: Sequence[int]) -> None:
         """Takes in what `history` has beyond the tokens known; these it must begin with."""
-        for token in history[len(self._tokens) :]:
+        self.extend(history[len(self._tokens) :])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             self._earlier.append(self._latest.get(token, NOWHERE))
             self._latest[token] = len(self._tokens)
             self._tokens.append(token)

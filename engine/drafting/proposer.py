@@ -6,11 +6,13 @@ sequence goes on, never which tokens it gets.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.drafting.sequence import SequenceDrafting
+from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import RowOutcome, VerifyRow
 from scheduler.messages import DraftingReport
 
@@ -47,3 +49,90 @@ class Proposer(Protocol):
     def report(self) -> DraftingReport | None:
         """Since it was asked last; None where no draft worker is asked."""
         ...
+
+
+class LocalProposer(ABC):
+    """Of a `Proposer`, what all have in common that compute in the target's process: `offer` keeps what it proposes,
+    and `take` finds it."""
+
+    @abstractmethod
+    def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        """As `Proposer.offer`."""
+
+    def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
+        return [one.drafting.kept(one.digest, one.most) for one in asked]
+
+    def forget(self, drafting: SequenceDrafting) -> None:
+        drafting.keep(0, ())
+
+    def report(self) -> DraftingReport | None:
+        return None
+
+
+class Lookup(LocalProposer):
+    """Prompt lookup. Needs no model, and works with any vocabulary; a row without a match gets no proposal."""
+
+    def __init__(self, shortest_match: int) -> None:
+        self._shortest = shortest_match
+
+    def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
+            if row.draft_length and outcome.tokens:
+                places = row.drafting.places
+                places.follow(row.history)
+                places.extend(outcome.tokens[-1:])
+                found = places.continuation(row.draft_length, self._shortest, LONGEST_LOOKUP_MATCH)
+                # Only what is committed stays: the sampled token is committed once a row feeds it.
+                places.truncate(len(row.history))
+                row.drafting.keep(digest, found)
+
+
+class Proposers:
+    """A target's: output that is expected goes before prompt lookup, and this before a draft of any kind.
+
+    A sequence with an expected output gets nothing else. One that lookup has found something for is not offered to the
+    draft, whose KV of it lags until it is asked again.
+    """
+
+    def __init__(self, lookup: Lookup | None = None, draft: Proposer | None = None) -> None:
+        self._lookup = lookup
+        self._draft = draft
+
+    def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
+        found: list[Sequence[int]] = [one.drafting.kept(one.digest, one.most) for one in asked]
+        if self._draft is not None:
+            missing = [place for place, one in enumerate(asked) if not found[place] and not one.drafting.expected]
+            taken = self._draft.take([asked[place] for place in missing], wait_seconds) if missing else []
+            for place, proposal in zip(missing, taken, strict=True):
+                found[place] = proposal
+        return found
+
+    def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        left: list[int] = []
+        for place, (row, outcome, digest) in enumerate(zip(rows, outcomes, digests, strict=True)):
+            expected, grammar = row.drafting.expected, row.sampling.grammar
+            if grammar is not None and outcome.tokens and outcome.tokens[-1] in grammar.end_token_ids:
+                continue
+            if not expected:
+                left.append(place)
+            elif outcome.tokens:
+                first = len(row.history) + 1 - row.prompt_length
+                row.drafting.keep(digest, expected[first : first + row.draft_length])
+        if self._lookup is not None and left:
+            self._lookup.offer(*_at(left, rows, outcomes, digests))
+            left = [place for place in left if not rows[place].drafting.kept(digests[place], 1)]
+        if self._draft is not None and left:
+            self._draft.offer(*_at(left, rows, outcomes, digests))
+
+    def forget(self, drafting: SequenceDrafting) -> None:
+        if self._draft is not None:
+            self._draft.forget(drafting)
+
+    def report(self) -> DraftingReport | None:
+        return None if self._draft is None else self._draft.report()
+
+
+def _at(
+    places: Sequence[int], rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]
+) -> tuple[list[VerifyRow], list[RowOutcome], list[int]]:
+    return [rows[at] for at in places], [outcomes[at] for at in places], [digests[at] for at in places]

@@ -179,13 +179,6 @@ class PagedKv:
         device = self._lanes.device
         self._by_page.index_copy_(0, on_device(pages, device), content.to(device, non_blocking=True))
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole pages, each pair from its first to its second. No page is written that is read as well."""
-        if not copies:
-            return
-        sources, destinations = torch.tensor(copies, device=self._lanes.device).unbind(1)
-        self._lanes.index_copy_(2, destinations, self._lanes.index_select(2, sources))
-
     def scrub(self, group: int, places: Sequence[int], first_offset: int) -> None:
         """Zeroes pages of a group's layers, the first of them from position `first_offset` on."""
         of_group = [layer for layer, place in zip(self.layers, self.group_of, strict=True) if place == group]

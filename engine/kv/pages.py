@@ -111,29 +111,6 @@ class PagePool:
                 del run.pages[:left]
                 run.freed += left
 
-    def fork(self, table: PageTable, length: int) -> tuple[PageTable, list[tuple[int, int]]]:
-        """A new table with the first `length` positions of `table`. Full pages are shared. In place of a page of which
-        it takes a part, it has one of its own: the pairs say from which page to which one the KV is to be copied.
-
-        Raises OutOfPagesError, and ValueError for a length beyond the table's.
-        """
-        if not 0 <= length <= table.length:
-            raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
-        parts = sum(length % span > 0 for span in self._spans)
-        if parts > self.free_pages:
-            raise OutOfPagesError(f"{parts} more pages needed, {self.free_pages} of {self.total_pages} are free")
-        fork, copies = PageTable([], length), []
-        for span, run in zip(self._spans, self._runs(table), strict=True):
-            whole = length // span - run.freed
-            pages = run.pages[:whole]
-            for page in pages:
-                self._references[page] += 1
-            if length % span:
-                pages.append(self._hand_out())
-                copies.append((run.pages[whole], pages[whole]))
-            fork.runs.append(PageRun(pages, run.freed))
-        return fork, copies
-
     def truncate(self, table: PageTable, length: int) -> int:
         """Drops the positions from `length` on, and the pages that hold none any more. Returns the new length.
 

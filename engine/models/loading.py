@@ -153,7 +153,7 @@ def _target_engine(
     drafting = None
     if head is not None and features is not None:
         drafting = HeadDrafting(head, pool, features, logits_scan(loaded, head.token_ids))
-    written = None if drafting is None else drafting.forget
+    written = None if drafting is None else drafting.forget_page
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest, written)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)

@@ -26,7 +26,7 @@ from engine.sampling.logits_shaping import (
     kept_tokens,
 )
 from engine.sampling.noise import gumbel, noise_bits, row_key
-from engine.steps import AheadRow, ProposeRow, VerifyRow
+from engine.steps import ProposeRow, VerifyRow
 from scheduler.sampling import SamplingParameters
 
 # Rows are taken in blocks whose scratch fits a CPU core's cache, or into what is planned for it on a GPU.
@@ -60,7 +60,7 @@ class SamplingContext:
         return changes_scores(self.sampling, self.output_tokens, self.must_end)
 
     @classmethod
-    def after(cls, row: VerifyRow | ProposeRow | AheadRow, tokens: Sequence[int]) -> SamplingContext:
+    def after(cls, row: VerifyRow | ProposeRow, tokens: Sequence[int]) -> SamplingContext:
         """Of the token that follows the row's history and then these."""
         history = [*row.history, *tokens] if row.sampling.uses_history else row.history
         return cls(row.sampling, len(row.history) + len(tokens), history, row.prompt_length)

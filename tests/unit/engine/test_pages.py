@@ -1,4 +1,4 @@
-"""Pages, forks and the prefix cache against a plain model that knows what is written where: what windows left is free,
+"""Pages and the prefix cache against a plain model that knows what is written where: what windows left is free,
 what is seen is there, and nothing of another scope."""
 
 from __future__ import annotations
@@ -113,28 +113,6 @@ class Pages(RuleBasedStateMachine):
         self.settle(held, held.table.length - length)
         ends = {length, length - length % self.pool.border}
         assert held.table.length in (ends | {0} if any(group.window for group in self.groups) else ends)
-
-    @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 9), assumed=TOKENS, accepted=st.integers(0, 12), ahead=st.integers(0, 9))
-    def fork(self, which: int, assumed: list[int], accepted: int, ahead: int) -> None:
-        """As a draft does that goes on from tokens which may be rejected: whole pages are shared, a part is copied."""
-        held = self.a_sequence(which)
-        self.feed(held, assumed)
-        length = min(held.committed + accepted, held.table.length)
-        parts = sum(length % span > 0 for span in self.spans)
-        try:
-            table, copies = self.pool.fork(held.table, length)
-        except OutOfPagesError:
-            assert parts > self.pool.free_pages
-            return self.settle(held, held.table.length - held.committed)
-        assert len(copies) == parts
-        for source, page in copies:
-            self.memory[page] = dict(self.memory[source])
-        fork = Held(held.tokens[:length], table, list(held.keys), held.committed)
-        self.held.append(fork)
-        self.feed(fork, [1] * ahead)
-        self.settle(fork, 0)
-        return self.settle(held, held.table.length - length)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))
