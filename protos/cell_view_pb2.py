@@ -23,26 +23,25 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import scheduler_pb2 as protos_dot_scheduler__pb2
-from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/cell_view.proto\x12\x08spool.v1\x1a\x16protos/scheduler.proto\x1a\x13protos/worker.proto\"=\n\x0cWatchRequest\x12\x16\n\x0eperiod_seconds\x18\x01 \x01(\x01\x12\x15\n\rmax_sequences\x18\x02 \x01(\r\"\xa8\x01\n\x08\x43\x65llView\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12)\n\tsequences\x18\x02 \x03(\x0b\x32\x16.spool.v1.SequenceView\x12\x1a\n\x12unlisted_sequences\x18\x03 \x01(\r\x12!\n\x05steps\x18\x04 \x03(\x0b\x32\x12.spool.v1.StepView\x12%\n\x06status\x18\x05 \x01(\x0b\x32\x15.spool.v1.StatusReply\"\x85\x01\n\x0cSequenceView\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.spool.v1.SequenceState\x12\x11\n\ttarget_id\x18\x05 \x01(\t\"\x95\x01\n\x08StepView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.spool.v1.Role\x12\x0f\n\x07started\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x14\n\x0c\x65qual_length\x18\x07 \x01(\x08*\xf6\x01\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SEQUENCE_STATE_WAITING\x10\x01\x12\x1d\n\x19SEQUENCE_STATE_PREFILLING\x10\x02\x12\x18\n\x14SEQUENCE_STATE_READY\x10\x03\x12\x1b\n\x17SEQUENCE_STATE_DRAFTING\x10\x04\x12\x1a\n\x16SEQUENCE_STATE_DRAFTED\x10\x05\x12\x1c\n\x18SEQUENCE_STATE_VERIFYING\x10\x06\x12\x19\n\x15SEQUENCE_STATE_MOVING\x10\x07\x32\x43\n\nCellViewer\x12\x35\n\x05Watch\x12\x16.spool.v1.WatchRequest\x1a\x12.spool.v1.CellView0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/cell_view.proto\x12\x08spool.v1\x1a\x16protos/scheduler.proto\"=\n\x0cWatchRequest\x12\x16\n\x0eperiod_seconds\x18\x01 \x01(\x01\x12\x15\n\rmax_sequences\x18\x02 \x01(\r\"\xa8\x01\n\x08\x43\x65llView\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12)\n\tsequences\x18\x02 \x03(\x0b\x32\x16.spool.v1.SequenceView\x12\x1a\n\x12unlisted_sequences\x18\x03 \x01(\r\x12!\n\x05steps\x18\x04 \x03(\x0b\x32\x12.spool.v1.StepView\x12%\n\x06status\x18\x05 \x01(\x0b\x32\x15.spool.v1.StatusReply\"\x85\x01\n\x0cSequenceView\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.spool.v1.SequenceState\x12\x11\n\ttarget_id\x18\x05 \x01(\t\"}\n\x08StepView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07started\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x14\n\x0c\x65qual_length\x18\x07 \x01(\x08J\x04\x08\x02\x10\x03*\xbc\x01\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SEQUENCE_STATE_WAITING\x10\x01\x12\x1d\n\x19SEQUENCE_STATE_PREFILLING\x10\x02\x12\x17\n\x13SEQUENCE_STATE_IDLE\x10\x03\x12\x1c\n\x18SEQUENCE_STATE_VERIFYING\x10\x04\x12\x19\n\x15SEQUENCE_STATE_MOVING\x10\x05\x32\x43\n\nCellViewer\x12\x35\n\x05Watch\x12\x16.spool.v1.WatchRequest\x1a\x12.spool.v1.CellView0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cell_view_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCESTATE']._serialized_start=604
-  _globals['_SEQUENCESTATE']._serialized_end=850
-  _globals['_WATCHREQUEST']._serialized_start=81
-  _globals['_WATCHREQUEST']._serialized_end=142
-  _globals['_CELLVIEW']._serialized_start=145
-  _globals['_CELLVIEW']._serialized_end=313
-  _globals['_SEQUENCEVIEW']._serialized_start=316
-  _globals['_SEQUENCEVIEW']._serialized_end=449
-  _globals['_STEPVIEW']._serialized_start=452
-  _globals['_STEPVIEW']._serialized_end=601
-  _globals['_CELLVIEWER']._serialized_start=852
-  _globals['_CELLVIEWER']._serialized_end=919
+  _globals['_SEQUENCESTATE']._serialized_start=558
+  _globals['_SEQUENCESTATE']._serialized_end=746
+  _globals['_WATCHREQUEST']._serialized_start=60
+  _globals['_WATCHREQUEST']._serialized_end=121
+  _globals['_CELLVIEW']._serialized_start=124
+  _globals['_CELLVIEW']._serialized_end=292
+  _globals['_SEQUENCEVIEW']._serialized_start=295
+  _globals['_SEQUENCEVIEW']._serialized_end=428
+  _globals['_STEPVIEW']._serialized_start=430
+  _globals['_STEPVIEW']._serialized_end=555
+  _globals['_CELLVIEWER']._serialized_start=748
+  _globals['_CELLVIEWER']._serialized_end=815
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,4 @@
 from protos import scheduler_pb2 as _scheduler_pb2
-from protos import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -14,17 +13,13 @@ class SequenceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATE_UNSPECIFIED: _ClassVar[SequenceState]
     SEQUENCE_STATE_WAITING: _ClassVar[SequenceState]
     SEQUENCE_STATE_PREFILLING: _ClassVar[SequenceState]
-    SEQUENCE_STATE_READY: _ClassVar[SequenceState]
-    SEQUENCE_STATE_DRAFTING: _ClassVar[SequenceState]
-    SEQUENCE_STATE_DRAFTED: _ClassVar[SequenceState]
+    SEQUENCE_STATE_IDLE: _ClassVar[SequenceState]
     SEQUENCE_STATE_VERIFYING: _ClassVar[SequenceState]
     SEQUENCE_STATE_MOVING: _ClassVar[SequenceState]
 SEQUENCE_STATE_UNSPECIFIED: SequenceState
 SEQUENCE_STATE_WAITING: SequenceState
 SEQUENCE_STATE_PREFILLING: SequenceState
-SEQUENCE_STATE_READY: SequenceState
-SEQUENCE_STATE_DRAFTING: SequenceState
-SEQUENCE_STATE_DRAFTED: SequenceState
+SEQUENCE_STATE_IDLE: SequenceState
 SEQUENCE_STATE_VERIFYING: SequenceState
 SEQUENCE_STATE_MOVING: SequenceState
 
@@ -65,19 +60,17 @@ class SequenceView(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., prompt_length: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., target_id: _Optional[str] = ...) -> None: ...
 
 class StepView(_message.Message):
-    __slots__ = ("worker_id", "role", "started", "ended", "rows", "draft_length", "equal_length")
+    __slots__ = ("worker_id", "started", "ended", "rows", "draft_length", "equal_length")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EQUAL_LENGTH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    role: _worker_pb2.Role
     started: float
     ended: float
     rows: int
     draft_length: int
     equal_length: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ..., rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., equal_length: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ..., rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., equal_length: _Optional[bool] = ...) -> None: ...

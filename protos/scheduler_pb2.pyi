@@ -345,7 +345,7 @@ class WantedReplicas(_message.Message):
     def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight", "quantization", "fingerprint")
+    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight", "quantization", "fingerprint", "busy_share", "queued")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +370,8 @@ class WorkerStatus(_message.Message):
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     address: str
@@ -387,7 +389,9 @@ class WorkerStatus(_message.Message):
     steps_in_flight: int
     quantization: str
     fingerprint: _containers.ScalarMap[str, str]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    busy_share: float
+    queued: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., busy_share: _Optional[float] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class ServedModel(_message.Message):
     __slots__ = ("model_id", "vocabulary_size", "max_sequence_length", "tokenizer_digest", "quantization", "fingerprint")
@@ -413,13 +417,12 @@ class ServedModel(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LiveSetFigures(_message.Message):
-    __slots__ = ("live", "waiting", "running", "prefilling", "drafting", "drafted", "verifying", "max_running", "queue_limit", "moving")
+    __slots__ = ("live", "waiting", "running", "prefilling", "idle", "verifying", "max_running", "queue_limit", "moving")
     LIVE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_FIELD_NUMBER: _ClassVar[int]
-    DRAFTING_FIELD_NUMBER: _ClassVar[int]
-    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -428,13 +431,12 @@ class LiveSetFigures(_message.Message):
     waiting: int
     running: int
     prefilling: int
-    drafting: int
-    drafted: int
+    idle: int
     verifying: int
     max_running: int
     queue_limit: int
     moving: int
-    def __init__(self, live: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., max_running: _Optional[int] = ..., queue_limit: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
+    def __init__(self, live: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., prefilling: _Optional[int] = ..., idle: _Optional[int] = ..., verifying: _Optional[int] = ..., max_running: _Optional[int] = ..., queue_limit: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
 
 class KvMoveFigures(_message.Message):
     __slots__ = ("moves", "positions", "bytes", "seconds", "failed", "rehomed")

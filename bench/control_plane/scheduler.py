@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Role, RowResult, SendStep
+from scheduler.messages import SendStep, StepCompleted
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.observer import ServiceObserver, StepTimings
 from services.rpc.channel_security import ChannelSecurity
@@ -26,14 +26,12 @@ class TurnAround(ServiceObserver):
         self._in_flight = 0
         self._seconds = array("d")
 
-    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+    def step_sent(self, step: SendStep, now: float) -> None:
         if not self._in_flight and self._answered:
             self._seconds.append(now - self._answered)
         self._in_flight += 1
 
-    def step_replied(
-        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
-    ) -> None:
+    def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
         self._in_flight -= 1
         self._answered = now
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploy.autoscaling.control import GroupControl, GroupDecision
@@ -14,9 +12,6 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.statistics import Snapshot, WorkerSnapshot
 from services.scheduler.status import ReplicaFigures
-
-# Whether a draft worker computes changes many times a second; its share of busy time is the mean over this time.
-_BUSY_SECONDS = 10.0
 
 
 def autoscaling_rules(config: SpoolConfig) -> dict[str, Any]:
@@ -36,7 +31,6 @@ class Autoscaler:
         self._target: TargetAutoscaling | None = None
         self._draft: WorkerAutoscaling | None = None
         self._controls = {role: GroupControl() for role in Role}
-        self._busy: deque[tuple[float, float]] = deque()
         self.decision: ReplicaFigures | None = None
         """The last one, for the scheduler's status and metrics."""
 
@@ -46,10 +40,10 @@ class Autoscaler:
         self._target = TargetAutoscaling.model_validate(target) if target is not None else None
         self._draft = WorkerAutoscaling.model_validate(draft) if draft is not None else None
 
-    def observe(self, core: Snapshot, now: float) -> dict[str, float]:
-        """Lower and upper bounds on the replicas of each scaled group, for `policy.FollowScheduler`."""
+    def observe(self, core: Snapshot, draft_busy: Sequence[float], now: float) -> dict[str, float]:
+        """Lower and upper bounds on the replicas of each scaled group, for `policy.FollowScheduler`. `draft_busy`: of
+        each draft worker in use, the part of the last seconds in which it computed."""
         targets = [worker for worker in core.workers if worker.role is Role.TARGET]
-        drafts = [worker for worker in core.workers if worker.role is Role.DRAFT]
         parts: list[str] = []
         reported: dict[str, float] = {}
         wanted: dict[Role, int] = {}
@@ -65,11 +59,11 @@ class Autoscaler:
             found = f"{_count(core.live, 'sequence')}{waiting}, {capacity:.0f} fill a target, load {load:.2f}"
             parts.append(f"{_count(decision.wanted, 'target')}: {found}{_pending(decision, self._target)}")
 
-        busy = self._draft_busy(drafts, now)
         if self._draft is not None:
-            load = busy * len(drafts)
-            # A draft proposes for several targets, so more drafts than targets gain nothing.
-            decision = self._controls[Role.DRAFT].decide(load, len(drafts), self._draft, now, highest_draft)
+            load, drafts = sum(draft_busy), len(draft_busy)
+            busy = load / drafts if drafts else 0.0
+            # A target has one draft, which may propose for several, so more drafts than targets gain nothing.
+            decision = self._controls[Role.DRAFT].decide(load, drafts, self._draft, now, highest_draft)
             wanted[Role.DRAFT] = decision.wanted
             reported |= _bounds(Role.DRAFT, decision)
             found = f"busy {busy:.0%} of the time, load {load:.2f}"
@@ -89,14 +83,6 @@ class Autoscaler:
             return limit
         pages = sum(worker.total_pages for worker in targets) / len(targets)
         return max(1.0, min(limit, pages * sequences / used))
-
-    def _draft_busy(self, drafts: list[WorkerSnapshot], now: float) -> float:
-        """Mean share of the draft workers that had a step, over the last seconds."""
-        share = sum(worker.steps_in_flight > 0 for worker in drafts) / len(drafts) if drafts else 0.0
-        self._busy.append((now, share))
-        while self._busy[0][0] < now - _BUSY_SECONDS:
-            self._busy.popleft()
-        return math.fsum(share for _, share in self._busy) / len(self._busy)
 
 
 def at_least_name(role: Role) -> str:

@@ -86,7 +86,8 @@ class Scheduler:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this twice a second, and gives the answer to the policy (deploy/autoscaling/policy.py)."""
-        return self._autoscaler.observe(self._service.core.snapshot(), time.monotonic())
+        drafts = self._service.workers.draft_busy
+        return self._autoscaler.observe(self._service.core.snapshot(), drafts, time.monotonic())
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""

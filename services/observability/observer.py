@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.messages import EmitTokens, RefusalCause, Role, RowResult, SendStep, SequenceRequest
+from scheduler.messages import EmitTokens, RefusalCause, Role, SendStep, SequenceRequest, StepCompleted
 
 FAILED = "failed"
 REFUSED = "refused"
@@ -25,11 +25,12 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where a worker's time for one step went, in seconds, and how many rows its pass had.
+    """Where a target's time for one step went, in seconds, and how many rows its pass had.
 
     `queued`: between the step's arrival and its start; `idle`: between the end of the step before and this one's start,
     the worker having nothing to do; `prepare`: checking rows, allocating pages, packing inputs, and of that `realign`:
-    what rows of unequal length cost on top; `total`: from start to end.
+    what rows of unequal length cost on top; `drafting`: proposing since the step before, and waiting for a draft worker
+    to; `total`: from start to end, and what was proposed before the start.
     """
 
     queued: float = 0.0
@@ -39,6 +40,7 @@ class StepTimings:
     forward: float = 0.0
     sample: float = 0.0
     total: float = 0.0
+    drafting: float = 0.0
     packed_rows: int = 0
     padding_rows: int = 0
 
@@ -52,13 +54,14 @@ class ServiceObserver:
     def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         """`request_id` is the client's, `traceparent` that of W3C Trace Context, empty where nothing is traced."""
 
-    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
-        """To a worker of that role."""
+    def step_sent(self, step: SendStep, now: float) -> None:
+        """To a target."""
 
-    def step_replied(
-        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
-    ) -> None:
-        """One result for each row of the step, in their order."""
+    def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
+        """The target has answered the step."""
+
+    def draft_registered(self, worker_id: str, seconds: float, busy_seconds: float, now: float) -> None:
+        """Since it registered before, `seconds` ago, the draft worker has computed for `busy_seconds`."""
 
     def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
         """One at least, of different sequences."""
@@ -67,7 +70,8 @@ class ServiceObserver:
         """Once for each sequence that entered."""
 
     def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
-        """So many sequences were at home there. Steps of it that were not answered never will be."""
+        """So many sequences were at home there, or on targets that the draft worker served. Steps of it that were not
+        answered never will be."""
 
     def targets_changed(self, targets: int) -> None:
         """So many target workers are in use now that are not about to leave."""

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, Tracer, set_span_in_context
 
-from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
+from scheduler.messages import EmitTokens, SendStep, SequenceRequest
 from services.observability.observer import SequenceEnd, ServiceObserver
 from services.observability.tracing import REQUEST_ID_ATTRIBUTE, context_of, end_span
 
@@ -83,8 +83,8 @@ class OtelSequences(ServiceObserver):
             phase = _phase(self._tracer, span, "queue", named)
             self._live[request.sequence_id] = _Sequence(span, phase, named, resumed > 0)
 
-    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
-        for row in step.rows if role is Role.TARGET else ():
+    def step_sent(self, step: SendStep, now: float) -> None:
+        for row in step.rows:
             if row.opening is not None and (live := self._live.get(row.sequence_id)):
                 again = live.opened or live.resumed
                 live.opened = True

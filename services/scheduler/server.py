@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from services.rpc.supervision import SupervisedTask
 from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
-from services.scheduler.status import WORKER_STATES, ReplicaFigures, status_of
+from services.scheduler.status import WORKER_STATES, ReplicaFigures, status_of, workers_in
 from services.scheduler.telemetry.metrics import Reading
 from services.scheduler.viewer import CellViewer
 from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
@@ -142,10 +143,12 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         links = self._service.workers.known()
         leaving = {link.endpoint.worker_id for link in links if link.state is WorkerState.LEAVING}
         core, replicas, config = self._service.core.snapshot(), self._replicas(), self._service.config
+        workers = workers_in(core, self._service).values()
         reading = Reading(
             core=core,
             statistics=self._service.statistics(),
-            workers=tuple(worker for worker in core.workers if worker.worker_id not in leaving),
+            workers=tuple(worker for worker in workers if worker.worker_id not in leaving),
+            draft_queue=sum(link.load.queued for link in links if link.up),
             queue_limit=config.max_queued_sequences,
             sessions=len(self._sessions),
             uptime_seconds=time.monotonic() - self._started,
@@ -177,12 +180,15 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.RegisterReply:
         try:
             endpoint = _endpoint(request)
+            _check_load(request)
             await self._service.hear_of_epoch(request.highest_scheduler_epoch)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         await self._check_open(context)
         try:
-            link = await self._service.workers.register(endpoint, request.description, self._options.registry)
+            link = await self._service.workers.register(
+                endpoint, request.description, self._options.registry, request.busy_seconds, request.queued
+            )
         except ServiceClosedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return scheduler_pb2.RegisterReply(
@@ -231,6 +237,12 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
+
+
+def _check_load(request: scheduler_pb2.RegisterRequest) -> None:
+    """Raises ValueError for a time that cannot be one."""
+    if not (math.isfinite(request.busy_seconds) and request.busy_seconds >= 0):
+        raise ValueError(f"busy_seconds is {request.busy_seconds}, must be at least 0")
 
 
 def _endpoint(request: scheduler_pb2.RegisterRequest) -> WorkerEndpoint:

@@ -17,6 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Command,
+    DraftingReport,
     EmitTokens,
     Event,
     FailSequence,
@@ -26,7 +27,6 @@ from scheduler.messages import (
     MoveKv,
     RefusalCause,
     RefuseSequence,
-    Role,
     RowResult,
     SendStep,
     SequenceCancelled,
@@ -139,11 +139,12 @@ class SchedulerService:
         """Stops using a worker; an unknown one is no error.
 
         The sequences of a target have `drain_seconds` to move to other targets one by one, with their KV where moving
-        the KV is faster than computing it. The KV of those left after that is computed again elsewhere. A draft's KV is
-        not moved: its sequences decode on while another draft catches up.
+        the KV is faster than computing it. The KV of those left after that is computed again elsewhere. The targets
+        that a draft serves have the same time to go to another draft, which computes its KV itself; they decode on
+        meanwhile.
         """
         link = self.workers.find(worker_id)
-        if link is not None and link.endpoint.role is Role.TARGET and drain_seconds > 0:
+        if link is not None and drain_seconds > 0:
             await self._drain(worker_id, drain_seconds)
             if self.workers.links.get(worker_id) is not link:
                 return  # another start has taken its place meanwhile
@@ -231,11 +232,11 @@ class SchedulerService:
     # Life and numbers.
 
     def statistics(self) -> StatisticsSnapshot:
-        return self._statistics.snapshot(time.monotonic())
+        return self._statistics.snapshot(time.monotonic(), self._core.snapshot())
 
     def reset_statistics(self) -> None:
         """Starts to count again, for measurements after a warm-up."""
-        self._statistics.reset(time.monotonic())
+        self._statistics.reset(time.monotonic(), self._core.snapshot())
 
     @contextmanager
     def observed(self, observer: ServiceObserver) -> Iterator[None]:
@@ -299,11 +300,18 @@ class SchedulerService:
         step: SendStep,
         results: tuple[RowResult, ...],
         timings: StepTimings,
+        drafting: DraftingReport | None,
     ) -> None:
         now = time.monotonic()
+        completed = StepCompleted(endpoint.worker_id, step.step_id, results, timings.total, drafting)
         for observer in self.observers:
-            observer.step_replied(endpoint.role, step, results, timings, now)
-        self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
+            observer.step_replied(step, completed, timings, now)
+        self._handle(completed)
+
+    def draft_registered(self, endpoint: WorkerEndpoint, seconds: float, busy_seconds: float) -> None:
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.draft_registered(endpoint.worker_id, seconds, busy_seconds, now)
 
     def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
         self._fenced = self._fenced or isinstance(error, SchedulerFencedError)
@@ -389,7 +397,7 @@ class SchedulerService:
             return
         now = time.monotonic()
         for observer in self.observers:
-            observer.step_sent(link.endpoint.role, step, now)
+            observer.step_sent(step, now)
         link.send(step)
 
     def _end(self, sequence_id: int, end: SequenceEnd, outcome: FinishReason | Exception) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.models.source import public_name
 from protos import scheduler_pb2, worker_pb2
 from scheduler.messages import Role
-from scheduler.statistics import DraftingSnapshot, WorkerSnapshot
+from scheduler.statistics import DraftingSnapshot, Snapshot, WorkerSnapshot
 from services.rpc.conversion import WireEnum, to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
@@ -25,11 +25,22 @@ class ReplicaFigures:
     wanted: Mapping[Role, int]
 
 
+def workers_in(core: Snapshot, service: SchedulerService) -> dict[str, WorkerSnapshot]:
+    """The workers that the core uses, by id. Of a draft's pages the core knows nothing: they are as it registered."""
+    found = {worker.worker_id: worker for worker in core.workers}
+    for link in service.workers.known():
+        worker_id, description = link.endpoint.worker_id, link.registered or link.description
+        if link.endpoint.role is Role.DRAFT and worker_id in found and description is not None:
+            free, total = description.free_pages, description.total_pages
+            found[worker_id] = replace(found[worker_id], free_pages=free, total_pages=total)
+    return found
+
+
 def status_of(
     service: SchedulerService, sessions: int, uptime_seconds: float, replicas: ReplicaFigures | None = None
 ) -> scheduler_pb2.StatusReply:
     core, totals, config = service.core.snapshot(), service.statistics(), service.config
-    snapshots = {worker.worker_id: worker for worker in core.workers}
+    snapshots = workers_in(core, service)
     reply = scheduler_pb2.StatusReply(
         scheduler_epoch=service.workers.epoch,
         uptime_seconds=uptime_seconds,
@@ -48,11 +59,8 @@ def status_of(
         throughput=to_wire(scheduler_pb2.ThroughputFigures, totals, core),
         prefix_cache=[
             scheduler_pb2.PrefixCacheFigures(
-                role=ROLES.to_wire(role),
-                queries=totals.prefix_queries[role.value],
-                hits=totals.prefix_hits[role.value],
+                role=ROLES.to_wire(Role.TARGET), queries=totals.prefix_queries, hits=totals.prefix_hits
             )
-            for role in Role
         ],
         kv_moves=to_wire(scheduler_pb2.KvMoveFigures, core.moves),
         speculation=scheduler_pb2.SpeculationFigures(
@@ -94,6 +102,8 @@ def _worker(link: WorkerLink, snapshot: WorkerSnapshot | None) -> scheduler_pb2.
         address=link.endpoint.address,
         state=WORKER_STATES.to_wire(link.state),
         reason=link.reason,
+        busy_share=link.load.busy_share,
+        queued=link.load.queued,
     )
 
 

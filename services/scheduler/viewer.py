@@ -10,11 +10,10 @@ from contextlib import aclosing
 import grpc.aio
 
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
-from scheduler.messages import Role, RowResult, SendStep, SequenceState
+from scheduler.messages import SendStep, SequenceState, StepCompleted
 from scheduler.statistics import SequenceSnapshot
 from services.observability.observer import ServiceObserver, StepTimings
 from services.rpc.conversion import WireEnum, to_wire
-from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
 
 MIN_PERIOD_SECONDS = 0.1
@@ -36,20 +35,20 @@ class StepViews(ServiceObserver):
         steps, self._steps = self._steps, []
         return steps
 
-    def step_replied(
-        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
-    ) -> None:
+    def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
         if not step.rows:
             return
+        # Rows that verify feed one token, chunks of prefill nearly always more.
+        answers = zip(step.rows, answer.results, strict=True)
+        lengths = [(row.end, result.verified) for row, result in answers if row.sample and len(row.tokens) < 2]
         self._steps.append(
             cell_view_pb2.StepView(
                 worker_id=step.worker_id,
-                role=ROLES.to_wire(role),
                 started=now - timings.total,
                 ended=now,
                 rows=len(step.rows),
-                draft_length=max(row.draft_length or len(row.draft_tokens) for row in step.rows),
-                equal_length=step.group is not None and step.group.equal_length and step.group.rows > 1,
+                draft_length=max(result.verified for result in answer.results),
+                equal_length=len(lengths) > 1 and len(set(lengths)) == 1,
             )
         )
 

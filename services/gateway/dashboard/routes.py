@@ -121,7 +121,6 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
         "steps": [
             [
                 step.worker_id,
-                _role(step.role),
                 round(step.started, 4),
                 round(step.ended, 4),
                 step.rows,
@@ -146,6 +145,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
                 "id": worker.worker_id,
                 "role": _role(worker.role),
                 "state": scheduler_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower(),
+                "busy": round(worker.busy_share, 3),
             }
             for worker in status.workers
         ],

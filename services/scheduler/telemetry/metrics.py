@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client.core import Metric as Family
 
-from scheduler.messages import FinishReason, RefusalCause, Role, RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.messages import FinishReason, RefusalCause, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
 from scheduler.statistics import Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import LIMITS
 from services.observability.metric_set import Metric, MetricSet
@@ -37,13 +37,14 @@ _LOST_KV = (RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A scheduler at the moment of a scrape. `workers` are those in use; `wanted` is empty without autoscaling,
-    `certificate` None without mutual TLS."""
+    """A scheduler at the moment of a scrape. `workers` are those in use, and `draft_queue` counts the sequences that
+    wait for drafts; `wanted` is empty without autoscaling, `certificate` None without mutual TLS."""
 
     core: Snapshot
     statistics: StatisticsSnapshot
     workers: tuple[WorkerSnapshot, ...]
     queue_limit: int
+    draft_queue: int = 0
     sessions: int = 0
     uptime_seconds: float = 0.0
     wanted: Mapping[Role, int] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Reading:
 
     @property
     def running_by_state(self) -> dict[str, int]:
-        states = ("prefilling", "drafting", "drafted", "verifying", "moving")
+        states = ("prefilling", "idle", "verifying", "moving")
         return {state: getattr(self.core, state) for state in states}
 
     @property
@@ -77,9 +78,19 @@ class Reading:
     def certificate_expiry(self) -> dict[str, float]:
         return {} if self.certificate is None else {"scheduler": self.certificate.expiry_timestamp()}
 
+    # Of targets alone, under the label `role` that other figures of workers have.
+
     @property
     def steps(self) -> dict[str, int]:
-        return {"draft": self.statistics.draft_steps, "target": self.statistics.target_steps}
+        return {Role.TARGET.value: self.statistics.target_steps}
+
+    @property
+    def prefix_queries(self) -> dict[str, int]:
+        return {Role.TARGET.value: self.statistics.prefix_queries}
+
+    @property
+    def prefix_hits(self) -> dict[str, int]:
+        return {Role.TARGET.value: self.statistics.prefix_hits}
 
     @property
     def accepted_by_position(self) -> dict[str, int]:
@@ -142,7 +153,7 @@ gauge num_requests_waiting core.waiting
 gauge live_sequences core.live
     All unfinished sequences, waiting ones too.
 gauge running_sequences running_by_state state
-    Running sequences by state: prefilling, drafting, drafted, verifying or moving.
+    Running sequences by state: prefilling, idle (between two rounds), verifying or moving.
 gauge max_running_sequences core.max_running
     Sequences that may run at a time.
 gauge queue_limit queue_limit
@@ -166,9 +177,11 @@ counter workers_lost_total statistics.workers_lost_by_role role
 counter worker_steps_total steps role
     Steps answered.
 counter worker_busy_seconds_total statistics.busy_seconds role
-    Time of workers in forward passes and sampling. Divided by worker_seconds_total: their utilisation.
+    Time of targets in forward passes and sampling, and of drafts computing. Divided by worker_seconds_total: their
+    utilisation.
 counter worker_seconds_total statistics.worker_seconds role
-    Time of workers from their first step to their last, times without any unfinished sequence left out.
+    Time of targets from their first step to their last, and of drafts between registrations, times without any
+    unfinished sequence left out.
 counter realignment_seconds_total statistics.realignment_seconds
     Time of targets that rows of unequal length cost on top.
 counter scheduler_core_seconds_total statistics.core_seconds
@@ -196,10 +209,14 @@ histogram spec_decode_accepted_length statistics.accepted_lengths tokens
     Accepted tokens of rounds with a draft.
 histogram spec_decode_draft_length core.draft_lengths tokens
     Draft length chosen for verified rounds; 0 is plain decoding.
-counter draft_ahead_outcomes_total core.outcomes_sought
-    Verifications during which the draft was to prepare for outcomes.
-counter draft_ahead_outcomes_prepared_total core.outcomes_found
-    Those of them with an outcome that the draft had prepared for: the next one needed no draft step.
+counter drafting_seconds_total statistics.drafting_seconds
+    Time that targets took to propose, or waited for a draft worker to.
+counter draft_proposals_asked_total statistics.proposals_asked
+    Rows for which a target asked its draft worker and would wait.
+counter draft_proposals_in_time_total statistics.proposals_in_time
+    Those of them that had a proposal in time; the others were decoded plainly.
+gauge draft_queue draft_queue
+    Sequences that wait for draft workers.
 gauge draft_length_chosen draft_lengths target,draft
     Tokens that a target's sequences draft in a round at most, under policy auto; 0 is plain decoding.
 gauge draft_gain_expected draft_gains target,draft
@@ -210,9 +227,9 @@ gauge kv_pages pages role
     KV pages that workers in use have.
 gauge kv_pages_used used_pages role
     KV pages set aside for sequences.
-counter prefix_cache_queries_total statistics.prefix_queries role
-    Positions of sequences when they were opened at a worker.
-counter prefix_cache_hits_total statistics.prefix_hits role
+counter prefix_cache_queries_total prefix_queries role
+    Positions of sequences when they were opened at a target.
+counter prefix_cache_hits_total prefix_hits role
     Positions whose KV was taken over from other sequences.
 counter kv_moves_total kv_moves outcome
     Sequences that left a draining target: moved with their KV, failed to, or rehomed without it because that
@@ -259,8 +276,8 @@ class SchedulerMetrics(ServiceObserver):
         )
         self._recoveries = of.counter(
             "recoveries_total",
-            "Sequences that went on from their tokens after a loss: target_lost, draft_lost (a worker that they were "
-            "on), or kv_lost (a target lacked KV that it should have had).",
+            "Sequences that went on after a loss: target_lost (of the target that they were on), draft_lost (of the "
+            "draft worker of that target), or kv_lost (a target lacked KV that it should have had).",
             "cause",
             _RECOVERIES,
         )
@@ -290,7 +307,7 @@ class SchedulerMetrics(ServiceObserver):
     def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         self._entered[request.sequence_id] = now
 
-    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+    def step_sent(self, step: SendStep, now: float) -> None:
         """The first step that works on a sequence opens it at its worker."""
         for row in step.rows:
             if row.opening is not None:
@@ -299,10 +316,8 @@ class SchedulerMetrics(ServiceObserver):
                     self.queue_seconds[row.sequence_id] = now - entered
                     self._queue_time.observe(now - entered)
 
-    def step_replied(
-        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
-    ) -> None:
-        lost = sum(result.status in _LOST_KV for result in results) if role is Role.TARGET else 0
+    def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
+        lost = sum(result.status in _LOST_KV for result in answer.results)
         if lost:
             self._recoveries.labels(_KV_LOST).inc(lost)
 

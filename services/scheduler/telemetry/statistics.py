@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scheduler.messages import EmitTokens, Role, RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.messages import EmitTokens, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
+from scheduler.statistics import Counters
 from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
 
 POSITIONS = 16
@@ -30,10 +31,13 @@ class StatisticsSnapshot:
     tokens, `accepted_lengths` the number of rounds for each number of accepted tokens, rounds without a draft left out.
 
     Sequences. `outcomes` counts those that ended, by FinishReason, FAILED and REFUSED; `finished`, `failed` and
-    `refused` are sums of it. `row_errors` counts rows that a worker answered otherwise than asked, by status.
+    `refused` are sums of it. `row_errors` counts rows that a target answered otherwise than asked, by status.
 
-    Prefixes. For each role, `prefix_queries` counts the committed positions of sequences when they were opened at a
-    worker, and `prefix_hits` the positions whose KV a worker took over from other sequences instead of computing it.
+    Draft workers. `proposals_asked` counts the rows for which a target asked its draft worker and would wait,
+    `proposals_in_time` those of them that had a proposal then.
+
+    Prefixes. `prefix_queries` counts the committed positions of sequences when they were opened at a target, and
+    `prefix_hits` the positions whose KV a target took over from other sequences instead of computing it.
 
     Groups. A group is the rows that one step verifies, prefill chunks not counted. `mean_group_size` is rows over
     groups; `equal_length_share` is, of the groups of at least two rows, the part whose rows all had the same length
@@ -41,15 +45,17 @@ class StatisticsSnapshot:
 
     Time of the targets. The whole of it is, for each target, the time from the start of its first step to the end of
     its last, less the time in which no sequence was unfinished; with several targets both parts of a quotient are sums.
-    Four shares add up to 1:
+    Five shares add up to 1:
     - `target_busy_share`: forward passes and sampling;
     - `realignment_share`: what rows of unequal length cost on top, in the worker's preparation;
+    - `drafting_share`: proposing, or waiting for a draft worker to;
     - `scheduling_share`: the worker's preparation otherwise (checking rows, packing, replies), and the time the
       scheduler core computed while the target had no step, running or queued;
-    - `waiting_share`: the target had no step for other reasons: drafts not ready, the wire.
-    `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is forward passes and sampling over the same whole of
-    the drafts' time. `core_seconds` is all the time the scheduler core computed. What the shares are made of, in
-    seconds and by role: `busy_seconds`, and `worker_seconds` for the whole; `realignment_seconds` of the targets.
+    - `waiting_share`: the target had no step for other reasons: the wire, rows that wait for others.
+    `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is what draft workers computed over the time in which
+    they said so, those that do not register left out. `core_seconds` is all the time the scheduler core computed. What
+    the shares are made of, in seconds and by role: `busy_seconds`, and `worker_seconds` for the whole;
+    `realignment_seconds` and `drafting_seconds` of the targets.
     """
 
     tokens: int = 0
@@ -71,16 +77,19 @@ class StatisticsSnapshot:
     mean_group_size: float = 0.0
     group_sizes: dict[int, int] = field(default_factory=dict)
     equal_length_groups: int = 0
+    ragged_groups: int = 0
     equal_length_share: float = 0.0
     realigned_rows: int = 0
     forced_groups: int = 0
+    proposals_asked: int = 0
+    proposals_in_time: int = 0
     target_steps: int = 0
-    draft_steps: int = 0
     packed_rows: int = 0
     padding_rows: int = 0
     target_busy_share: float = 0.0
     waiting_share: float = 0.0
     realignment_share: float = 0.0
+    drafting_share: float = 0.0
     scheduling_share: float = 0.0
     lost_share: float = 0.0
     draft_busy_share: float = 0.0
@@ -88,10 +97,11 @@ class StatisticsSnapshot:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     worker_seconds: dict[str, float] = field(default_factory=dict)
     realignment_seconds: float = 0.0
+    drafting_seconds: float = 0.0
     workers_lost: int = 0
     workers_lost_by_role: dict[str, int] = field(default_factory=dict)
-    prefix_queries: dict[str, int] = field(default_factory=dict)
-    prefix_hits: dict[str, int] = field(default_factory=dict)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     row_errors: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -109,8 +119,8 @@ class StatisticsSnapshot:
 
     @property
     def groups_by_shape(self) -> dict[str, int]:
-        single, equal = self.group_sizes.get(1, 0), self.equal_length_groups
-        return {"single": single, "equal_length": equal, "ragged": self.groups - single - equal}
+        single = self.group_sizes.get(1, 0)
+        return {"single": single, "equal_length": self.equal_length_groups, "ragged": self.ragged_groups}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,13 +131,14 @@ class StatisticsSnapshot:
 
 @dataclass(slots=True)
 class _WorkerTime:
-    """Seconds of one worker. `vacant_at_reply` is where the vacancy clock stood at the last reply."""
+    """Seconds of one target. `vacant_at_reply` is where the vacancy clock stood at the last reply."""
 
     steps: int = 0
     total: float = 0.0
     idle: float = 0.0
     busy: float = 0.0
     realign: float = 0.0
+    drafting: float = 0.0
     core_while_idle: float = 0.0
     packed_rows: int = 0
     padding_rows: int = 0
@@ -145,6 +156,7 @@ class _WorkerTime:
         self.idle += other.idle
         self.busy += other.busy
         self.realign += other.realign
+        self.drafting += other.drafting
         self.core_while_idle += min(other.core_while_idle, other.idle)
         self.packed_rows += other.packed_rows
         self.padding_rows += other.padding_rows
@@ -154,22 +166,22 @@ class ServiceStatistics(ServiceObserver):
     """Collects while the service runs."""
 
     def __init__(self, now: float) -> None:
-        self._workers: dict[tuple[Role, str], _WorkerTime] = {}
-        self._gone = {role: _WorkerTime() for role in Role}
-        """All that are gone, together: every new start of a worker has another name."""
+        self._targets: dict[str, _WorkerTime] = {}
+        self._gone = _WorkerTime()
+        """All targets that are gone, together: every new start of a worker has another name."""
         self._begun: set[int] = set()
         self._unfinished = 0
         # When the number of unfinished sequences last left 0 or came back to it.
         self._turned = now
         self._vacant_seconds = 0.0
-        self._clear(now)
+        self._clear(now, Counters())
 
-    def reset(self, now: float) -> None:
-        """Starts again from nothing; sequences and steps under way count from here on."""
-        for key, worker in self._workers.items():
-            self._workers[key] = _WorkerTime(vacant_at_send=dict.fromkeys(worker.vacant_at_send, 0.0))
-        self._gone = {role: _WorkerTime() for role in Role}
-        self._clear(now)
+    def reset(self, now: float, core: Counters) -> None:
+        """Starts again from nothing; sequences and steps under way count from here on. `core`: what it has counted."""
+        for worker_id, target in self._targets.items():
+            self._targets[worker_id] = _WorkerTime(vacant_at_send=dict.fromkeys(target.vacant_at_send, 0.0))
+        self._gone = _WorkerTime()
+        self._clear(now, core)
 
     def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
         if self._unfinished == 0:
@@ -200,64 +212,72 @@ class ServiceStatistics(ServiceObserver):
         self._deliveries += len(emissions)
         self._rounds += len(emissions) - (len(begun) - before)
 
-    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
-        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
-        worker.vacant_at_send[step.step_id] = self._vacant(now)
+    def step_sent(self, step: SendStep, now: float) -> None:
+        target = self._targets.setdefault(step.worker_id, _WorkerTime())
+        target.vacant_at_send[step.step_id] = self._vacant(now)
         group = step.group
         if group is not None and group.rows:
             self._group_sizes[group.rows] += 1
             self._forced_groups += group.forced_by_bound
-            if group.rows > 1:
-                self._equal_groups += group.equal_length
-                self._realigned_rows += 0 if group.equal_length else group.rows
 
-    def step_replied(
-        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
-    ) -> None:
-        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
-        sent = worker.vacant_at_send.pop(step.step_id, None)
-        if worker.vacant_at_reply is not None and sent is not None:
-            worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
-        worker.vacant_at_reply = self._vacant(now)
-        worker.steps += 1
-        worker.total += timings.total
-        worker.busy += timings.forward + timings.sample
-        worker.realign += timings.realign
-        worker.packed_rows += timings.packed_rows
-        worker.padding_rows += timings.padding_rows
-        for row, result in zip(step.rows, results, strict=True):
+    def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
+        target = self._targets.setdefault(step.worker_id, _WorkerTime())
+        sent = target.vacant_at_send.pop(step.step_id, None)
+        if target.vacant_at_reply is not None and sent is not None:
+            target.idle += max(timings.idle - max(sent - target.vacant_at_reply, 0.0), 0.0)
+        target.vacant_at_reply = self._vacant(now)
+        target.steps += 1
+        target.total += timings.total
+        target.busy += timings.forward + timings.sample
+        target.realign += timings.realign
+        target.drafting += timings.drafting
+        target.packed_rows += timings.packed_rows
+        target.padding_rows += timings.padding_rows
+        if (report := answer.drafting) is not None:
+            self._proposals_asked += report.asked
+            self._proposals_in_time += report.in_time
+        for row, result in zip(step.rows, answer.results, strict=True):
             if result.status is not RowStatus.OK and result.status is not RowStatus.VOID:
                 self._row_errors[result.status.value] += 1
-            if row.committed:
-                self._prefix_queries[role] += len(row.committed)
-            if result.reused:
-                self._prefix_hits[role] += result.reused
+            self._prefix_queries += len(row.committed)
+            self._prefix_hits += result.reused
+
+    def draft_registered(self, worker_id: str, seconds: float, busy_seconds: float, now: float) -> None:
+        vacant = self._vacant(now)
+        before = self._vacant_at_registration.get(worker_id)
+        self._vacant_at_registration[worker_id] = vacant
+        if before is not None:
+            self._draft_seconds += max(seconds - (vacant - before), 0.0)
+            self._draft_busy += busy_seconds
 
     def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         self._workers_lost[role] += 1
-        worker = self._workers.pop((role, worker_id), None)
-        if worker is not None:
-            self._gone[role].add(worker)
+        self._vacant_at_registration.pop(worker_id, None)
+        target = self._targets.pop(worker_id, None)
+        if target is not None:
+            self._gone.add(target)
 
     def core_ran(self, seconds: float) -> None:
         self._core_seconds += seconds
         if self._unfinished == 0:
             return
-        for (role, _), worker in self._workers.items():
-            if role is Role.TARGET and worker.steps and not worker.vacant_at_send:
-                worker.core_while_idle += seconds
+        for target in self._targets.values():
+            if target.steps and not target.vacant_at_send:
+                target.core_while_idle += seconds
 
-    def snapshot(self, now: float) -> StatisticsSnapshot:
-        targets, drafts = self._times_of(Role.TARGET), self._times_of(Role.DRAFT)
-        whole = sum(worker.whole for worker in targets)
-        busy = sum(worker.busy for worker in targets)
-        realign = sum(worker.realign for worker in targets)
-        draft_busy, draft_whole = sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)
-        core_idle = sum(min(worker.core_while_idle, worker.idle) for worker in targets)
-        waiting = sum(worker.idle for worker in targets) - core_idle
+    def snapshot(self, now: float, core: Counters) -> StatisticsSnapshot:
+        """`core`: what it has counted by now."""
+        targets = [self._gone, *self._targets.values()]
+        whole = sum(target.whole for target in targets)
+        busy = sum(target.busy for target in targets)
+        realign = sum(target.realign for target in targets)
+        drafting = sum(target.drafting for target in targets)
+        core_idle = sum(min(target.core_while_idle, target.idle) for target in targets)
+        waiting = sum(target.idle for target in targets) - core_idle
         busy_share = _share(busy, whole)
         seconds = now - self._since - self._vacant(now)
         groups = sum(self._group_sizes.values())
+        equal, ragged, rows = (now - before for now, before in zip(_shapes(core), self._shapes_before, strict=True))
         return StatisticsSnapshot(
             tokens=self._tokens,
             seconds=seconds,
@@ -277,35 +297,36 @@ class ServiceStatistics(ServiceObserver):
             groups=groups,
             mean_group_size=_quotient(sum(rows * count for rows, count in self._group_sizes.items()), groups),
             group_sizes=dict(sorted(self._group_sizes.items())),
-            equal_length_groups=self._equal_groups,
-            equal_length_share=_quotient(self._equal_groups, groups - self._group_sizes[1]),
-            realigned_rows=self._realigned_rows,
+            equal_length_groups=equal,
+            ragged_groups=ragged,
+            equal_length_share=_quotient(equal, equal + ragged),
+            realigned_rows=rows,
             forced_groups=self._forced_groups,
-            target_steps=sum(worker.steps for worker in targets),
-            draft_steps=sum(worker.steps for worker in drafts),
-            packed_rows=sum(worker.packed_rows for worker in targets),
-            padding_rows=sum(worker.padding_rows for worker in targets),
+            proposals_asked=self._proposals_asked,
+            proposals_in_time=self._proposals_in_time,
+            target_steps=sum(target.steps for target in targets),
+            packed_rows=sum(target.packed_rows for target in targets),
+            padding_rows=sum(target.padding_rows for target in targets),
             target_busy_share=busy_share,
             waiting_share=_share(waiting, whole),
             realignment_share=_share(realign, whole),
-            scheduling_share=_share(whole - busy - realign - waiting, whole),
+            drafting_share=_share(drafting, whole),
+            scheduling_share=_share(whole - busy - realign - drafting - waiting, whole),
             lost_share=1.0 - busy_share if whole else 0.0,
-            draft_busy_share=_share(draft_busy, draft_whole),
+            draft_busy_share=_share(self._draft_busy, self._draft_seconds),
             core_seconds=self._core_seconds,
-            busy_seconds={"draft": draft_busy, "target": busy},
-            worker_seconds={"draft": draft_whole, "target": whole},
+            busy_seconds={"draft": self._draft_busy, "target": busy},
+            worker_seconds={"draft": self._draft_seconds, "target": whole},
             realignment_seconds=realign,
+            drafting_seconds=drafting,
             workers_lost=self._workers_lost.total(),
             workers_lost_by_role={role.value: self._workers_lost[role] for role in Role},
-            prefix_queries={role.value: self._prefix_queries[role] for role in Role},
-            prefix_hits={role.value: self._prefix_hits[role] for role in Role},
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
             row_errors=dict(self._row_errors),
         )
 
-    def _times_of(self, role: Role) -> list[_WorkerTime]:
-        return [self._gone[role], *(worker for (other, _), worker in self._workers.items() if other is role)]
-
-    def _clear(self, now: float) -> None:
+    def _clear(self, now: float, core: Counters) -> None:
         self._since = now
         self._turned = now
         self._vacant_seconds = 0.0
@@ -314,16 +335,23 @@ class ServiceStatistics(ServiceObserver):
         self._rounds = self._round_tokens = self._drafted = self._accepted = 0
         self._accepted_lengths: Counter[int] = Counter()
         self._group_sizes: Counter[int] = Counter()
-        self._equal_groups = self._forced_groups = self._realigned_rows = 0
+        self._forced_groups = 0
+        self._shapes_before = _shapes(core)
+        self._proposals_asked = self._proposals_in_time = 0
+        self._draft_busy = self._draft_seconds = 0.0
+        self._vacant_at_registration: dict[str, float] = {}
         self._workers_lost: Counter[Role] = Counter()
         self._row_errors: Counter[str] = Counter()
-        self._prefix_queries: Counter[Role] = Counter()
-        self._prefix_hits: Counter[Role] = Counter()
+        self._prefix_queries = self._prefix_hits = 0
         self._core_seconds = 0.0
 
     def _vacant(self, now: float) -> float:
         """Seconds up to now in which no sequence was unfinished."""
         return self._vacant_seconds + (now - self._turned if self._unfinished == 0 else 0.0)
+
+
+def _shapes(core: Counters) -> tuple[int, int, int]:
+    return core.equal_length_groups, core.ragged_groups, core.ragged_rows
 
 
 def _quotient(part: float, whole: float) -> float:

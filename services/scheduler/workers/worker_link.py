@@ -1,4 +1,7 @@
-"""The scheduler's connection to one worker: connects, streams steps, detects loss, connects again."""
+"""The scheduler's connection to one worker: connects, streams steps, detects loss, connects again.
+
+A draft worker gets only empty steps: they show that it lives, and which scheduler it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.core import SchedulerCore
-from scheduler.messages import MoveKv, Role, RowResult, SendStep
+from scheduler.messages import DraftGrant, DraftingReport, MoveKv, Role, RowResult, SendStep
 from services.observability.observer import StepTimings
 from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
@@ -27,10 +30,12 @@ from services.rpc.supervision import SupervisedTask, is_cancelled
 from services.rpc.worker_codec import (
     ROLES,
     opening_to_wire,
+    report_from_wire,
     results_from_wire,
     spec_from_wire,
     step_to_wire,
 )
+from services.scheduler.workers.draft_load import DraftLoad
 from services.scheduler.workers.pairing import PairingError, check_role, check_version
 
 logger = logging.getLogger(__name__)
@@ -113,9 +118,17 @@ class WorkerListener(Protocol):
         """`blameless`: what the worker computed is not the reason."""
 
     def step_replied(
-        self, endpoint: WorkerEndpoint, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
+        self,
+        endpoint: WorkerEndpoint,
+        step: SendStep,
+        results: tuple[RowResult, ...],
+        timings: StepTimings,
+        drafting: DraftingReport | None,
     ) -> None:
         """`results` holds one entry for each row of the step, in their order."""
+
+    def draft_registered(self, endpoint: WorkerEndpoint, seconds: float, busy_seconds: float) -> None:
+        """Since it registered before, `seconds` ago, the draft worker has computed for `busy_seconds`."""
 
     def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
         """A link has ended for good, with SchedulerFencedError or an unexpected error."""
@@ -129,6 +142,9 @@ class LinkOwner(Protocol):
 
     def take_epoch(self) -> int:
         """Above all before it."""
+
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The link of a worker that is up."""
 
     def went_up(self, link: WorkerLink) -> None: ...
 
@@ -160,6 +176,8 @@ class WorkerLink:
         """When the worker registered last, and when a registration last cut a pause short."""
         self.silent = False
         """Whether the last sweep found that it is not in use and has not registered for long."""
+        self.load = DraftLoad()
+        """Of a draft worker that registers."""
         self.leaving: int | None = None
         """The epoch of the start that asked to be removed."""
         self.error: Exception | None = None
@@ -423,11 +441,25 @@ class WorkerLink:
                     yield empty
             else:
                 try:
-                    request = step_to_wire(step, worker_epoch, scheduler_epoch)
+                    grant = None if step.grant is None else self._granted(step.grant, scheduler_epoch)
+                    request = step_to_wire(step, worker_epoch, scheduler_epoch, grant)
                 except Exception as error:
                     self._unsendable = error
                     raise
                 yield request
+
+    def _granted(self, grant: DraftGrant, scheduler_epoch: int) -> worker_pb2.DraftGrant | None:
+        """The grant as the worker gets it; None for a draft worker that is not up."""
+        draft = self._owner.find(grant.draft_id)
+        if draft is None or draft.description is None:
+            return None
+        return worker_pb2.DraftGrant(
+            address=draft.endpoint.address,
+            draft_epoch=draft.description.worker_epoch,
+            scheduler_epoch=scheduler_epoch,
+            number=grant.number,
+            target_id=self.endpoint.worker_id,
+        )
 
     def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
         # Other workers may have come up since the check before the connection was made.
@@ -458,7 +490,8 @@ class WorkerLink:
             results = results_from_wire(step, reply)
         except ValueError as error:
             raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
-        self._listener.step_replied(self.endpoint, step, results, from_wire(StepTimings, reply.timings))
+        drafting = report_from_wire(reply.drafting) if reply.HasField("drafting") else None
+        self._listener.step_replied(self.endpoint, step, results, from_wire(StepTimings, reply.timings), drafting)
 
     def _expect_reply(self) -> None:
         """Moves the deadline: each step has the whole time, from the moment at which the worker could start on it."""

@@ -103,9 +103,15 @@ class WorkerSet:
             raise
 
     async def register(
-        self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription, options: RegistryOptions
+        self,
+        endpoint: WorkerEndpoint,
+        description: worker_pb2.WorkerDescription,
+        options: RegistryOptions,
+        busy_seconds: float = 0.0,
+        queued: int = 0,
     ) -> WorkerLink:
-        """Handles one registration of a worker; the link says how the worker is."""
+        """Handles one registration of a worker; the link says how the worker is. A draft worker tells how long it has
+        computed since its start, and how many sequences wait for it."""
         self._check_open()
         worker_id, epoch = endpoint.worker_id, description.worker_epoch
         left = self._left.get(worker_id)
@@ -124,6 +130,8 @@ class WorkerSet:
         now = self.clock()
         restarted = link.registered is not None and link.registered.worker_epoch != epoch
         link.heard, link.registered = now, description
+        if endpoint.role is Role.DRAFT:
+            self._listener.draft_registered(endpoint, *link.load.hear(epoch, busy_seconds, queued, now))
         if link.error is not None and (restarted or now - link.tried >= options.retry_seconds):
             link.tried = now
             link.retry_now()
@@ -241,6 +249,11 @@ class WorkerSet:
     @property
     def up(self) -> frozenset[str]:
         return frozenset(worker_id for worker_id, link in self.links.items() if link.up)
+
+    @property
+    def draft_busy(self) -> list[float]:
+        """Of each draft worker that is up, the part of the last seconds in which it computed."""
+        return [one.load.busy_share for one in self.links.values() if one.up and one.endpoint.role is Role.DRAFT]
 
     @property
     def targetless_seconds(self) -> float:

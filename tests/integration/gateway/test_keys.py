@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
-from scheduler.messages import EmitTokens, Role, SequenceRequest
+from scheduler.messages import EmitTokens, SequenceRequest
 from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
 from services.observability.logs import LogFormat, install_logs
 from services.observability.observer import ServiceObserver
@@ -324,8 +324,8 @@ class StepsUntilAnswered(ServiceObserver):
         if request.prompt == self._prompt:
             self._sequence_id, self._replies = request.sequence_id, 0
 
-    def step_replied(self, role: Role, *answer: object) -> None:
-        self._replies += role is Role.TARGET
+    def step_replied(self, *answer: object) -> None:
+        self._replies += 1
 
     def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
         if self.steps is None and self._sequence_id in (one.sequence_id for one in emissions):

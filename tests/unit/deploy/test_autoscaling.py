@@ -29,6 +29,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import Role
 from scheduler.statistics import WorkerSnapshot
+from services.scheduler.workers.draft_load import DraftLoad
 
 PACE = {"upscale_delay_seconds": 10.0, "downscale_delay_seconds": 60.0}
 RULES = WorkerAutoscaling(max_replicas=5, **PACE)
@@ -91,7 +92,7 @@ class Loop:
         self._empty = SchedulerCore(SchedulerConfig()).snapshot()
         self.replicas = {Role.TARGET: 1, Role.DRAFT: 1}
         self._starting: dict[Role, deque[int]] = {role: deque() for role in Role}
-        self._second, self._busy = 0, 0.0
+        self._second, self._busy, self._load = 0, 0.0, DraftLoad()
 
     def run(self, clients: int, seconds: int) -> dict[Role, int]:
         """The largest numbers of replicas asked for in that time."""
@@ -102,7 +103,10 @@ class Loop:
                 while starting and starting[0] <= self._second:
                     starting.popleft()
                     self.replicas[role] += 1
-            reported = self._autoscaler.observe(self._snapshot(clients), float(self._second))
+            core, now = self._snapshot(clients), float(self._second)
+            self._load.hear(1, self._busy, 0, now)
+            drafts = [self._load.busy_share] * self.replicas[Role.DRAFT]
+            reported = self._autoscaler.observe(core, drafts, now)
             for role in Role:
                 self._follow(role, int(reported[f"{role.value}_at_least"]), int(reported[f"{role.value}_at_most"]))
                 asked[role] = max(asked[role], self.replicas[role] + len(self._starting[role]))
@@ -123,9 +127,8 @@ class Loop:
         rows = running / self.replicas[Role.TARGET]
         drafting = self._draft_length * (0.01 + 0.002 * running / drafts)
         self._busy += drafting / max(drafting, 0.08 + 0.001 * rows * (1 + self._draft_length))
-        busy, self._busy = math.floor(self._busy), self._busy % 1
         workers = [
-            WorkerSnapshot(f"{role.value}-{number}", role, 0, 100, 100, busy if role is Role.DRAFT else 1, 0.0, 0.0)
+            WorkerSnapshot(f"{role.value}-{number}", role, 0, 100, 100, 1, 0.0, 0.0)
             for role in Role
             for number in range(self.replicas[role])
         ]
@@ -160,11 +163,11 @@ def test_a_constant_load_changes_the_numbers_only_once() -> None:
 def test_a_target_counts_as_full_when_its_pages_are() -> None:
     autoscaler = Autoscaler(SchedulerConfig(max_running=48))
     core = SchedulerCore(SchedulerConfig()).snapshot()
-    assert autoscaler.observe(core, 0.0) == {}
+    assert autoscaler.observe(core, [], 0.0) == {}
     assert autoscaler.decision is None
     autoscaler.set_rules({"target": {"max_replicas": 4, "upscale_delay_seconds": 0}})
     worker = WorkerSnapshot("target-0", Role.TARGET, 6, 20, 100, 1, 0.0, 0.0)
-    told = autoscaler.observe(replace(core, live=9, running=6, waiting=3, workers=(worker,)), 1.0)
+    told = autoscaler.observe(replace(core, live=9, running=6, waiting=3, workers=(worker,)), [], 1.0)
     assert told == {"target_at_least": 2.0, "target_at_most": 4.0}
     # Six sequences use 80 pages, so 100 pages hold 7.5 of them.
     assert autoscaler.decision.explanation == "2 targets: 9 sequences (3 waiting), 8 fill a target, load 1.20"

@@ -1,4 +1,4 @@
-// What each worker computed over the last seconds: where lanes are filled one above the other, draft and target overlap.
+// What each target computed over the last seconds, step by step, and how busy each draft was.
 
 import { legend, palette, surface } from "./surface.js";
 
@@ -14,13 +14,16 @@ export class LanesPicture {
     this.workers = [];
     this.steps = [];
     this.origin = null;
-    legend(list, [["drafting", "draft"], ["verifying", "target, equal lengths"], ["ragged", "target, else"]]);
+    legend(list, [["drafting", "draft, busy"], ["verifying", "target, equal lengths"], ["ragged", "target, else"]]);
   }
 
   take(view) {
+    const before = this.origin?.now ?? view.now;
     this.origin = { now: view.now, at: performance.now() / 1000 };
-    this.steps.push(...view.steps.map(([worker, role, started, ended, rows, draftLength, equal]) =>
-      ({ worker, role, started, ended, rows, draftLength, equal })));
+    this.steps.push(...view.steps.map(([worker, started, ended, rows, verified, equal]) =>
+      ({ worker, role: "target", started, ended, rows, verified, equal, busy: 1 })));
+    this.steps.push(...view.workers.filter((worker) => worker.role === "draft").map((worker) =>
+      ({ worker: worker.id, role: "draft", started: before, ended: view.now, rows: 0, busy: worker.busy })));
     const oldest = view.now - SECONDS - 2 * LATE_SECONDS;
     this.steps = this.steps.filter((step) => step.ended > oldest);
     const known = new Map(view.workers.map((worker) => [worker.id, worker.role]));
@@ -48,8 +51,10 @@ export class LanesPicture {
         const [left, right] = [Math.max(across(step.started), names), Math.min(across(step.ended), width)];
         if (right <= left) continue;
         pen.fillStyle = colours[role === "draft" ? "drafting" : step.equal ? "verifying" : "ragged"];
-        pen.fillRect(left, top, Math.max(right - left - 1, 1), LANE - 8);
-        if (right - left > 18) {
+        // Steps stand apart, and what a draft says of itself is one band, as high as it was busy.
+        const tall = (LANE - 8) * step.busy;
+        pen.fillRect(left, top + LANE - 8 - tall, Math.max(right - left - (role === "draft" ? 0 : 1), 1), tall);
+        if (step.rows && right - left > 18) {
           pen.fillStyle = colours.ink;
           pen.textAlign = "center";
           pen.fillText(String(step.rows), (left + right) / 2, top + (LANE - 8) / 2 + 4);

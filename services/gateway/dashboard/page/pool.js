@@ -2,9 +2,9 @@
 
 import { palette, surface } from "./surface.js";
 
-export const STATES = ["waiting", "prefilling", "ready", "drafting", "drafted", "verifying", "moving"];
+export const STATES = ["waiting", "prefilling", "idle", "verifying", "moving"];
 // From the top down, the way that a sequence takes.
-const BANDS = ["waiting", "prefilling", "ready", "drafting", "drafted", "verifying"];
+const BANDS = ["waiting", "prefilling", "idle", "verifying"];
 const AXIS = 22;
 const EASE_SECONDS = 0.08;
 // The axis may take its time: what moves with it moves all at once.
