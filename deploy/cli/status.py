@@ -105,6 +105,8 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
         parts = [f"{state}: {worker['reason']}" if worker["reason"] else state, worker["device"]]
         parts += [worker["quantization"], f"{worker['sequences']} sequences"]
         parts.append(f"{used} of {worker['total_pages']} pages in use" if worker["total_pages"] else "")
+        if worker["role"] == "ROLE_DRAFT":
+            parts.append(f"busy {worker['busy_share']:.0%} of the time, {worker['queued']} sequences wait for it")
         yield f"{worker['worker_id']}: {', '.join(filter(None, parts))}"
     live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
     yield f"scheduler: {_short(scheduler['state'], 'SCHEDULER_STATE_')}, {scheduler['sessions']} gateways"

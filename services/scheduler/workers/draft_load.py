@@ -37,5 +37,7 @@ class DraftLoad:
     @property
     def busy_share(self) -> float:
         """The part of the last seconds in which it computed, in [0, 1]; 0 before it has registered twice."""
-        (first, busy_first), (last, busy_last) = (self._heard[0], self._heard[-1]) if self._heard else ((0, 0), (0, 0))
+        if len(self._heard) < 2:
+            return 0.0
+        (first, busy_first), (last, busy_last) = self._heard[0], self._heard[-1]
         return min((busy_last - busy_first) / (last - first), 1.0) if last > first else 0.0

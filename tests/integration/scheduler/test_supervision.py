@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from protos import worker_pb2
-from scheduler.messages import SendStep
 from services.backend.interface import BackendUnavailableError
 from services.scheduler.workers import worker_link
 from services.scheduler_client.remote import SchedulerClient
@@ -123,8 +121,7 @@ def test_a_step_that_cannot_be_sent_costs_a_connection(monkeypatch: pytest.Monke
     async def test(cell: Cell, backend: SchedulerClient) -> None:
         stream = await backend.submit(request_of(1, TOKENS))
         begun = await read_some(stream, 5)
-        plainly: Callable[[SendStep, int, int], worker_pb2.StepRequest] = worker_link.step_to_wire
-        monkeypatch.setattr(worker_link, "step_to_wire", fails_once(plainly))
+        monkeypatch.setattr(worker_link, "step_to_wire", fails_once(worker_link.step_to_wire))
         assert begun + await read(stream) == continuation(prompt_of(1), TOKENS)
         assert cell.service.statistics().workers_lost == 1
         await all_in_use(cell.workers)
