@@ -79,16 +79,19 @@ class ChannelSecurity:
 
         Raises OSError if a file cannot be read.
         """
-        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
-        if silence_seconds is not None:
-            options = [*options_against_silence(silence_seconds)]
-        if not self.tls:
+        options = self._channel_options(silence_seconds)
+        credentials = self._channel_credentials()
+        if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
-        authority, certificate, key = self._read_files()
-        if self.server_name:
-            options.append(("grpc.ssl_target_name_override", self.server_name))
-        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
         return grpc.aio.secure_channel(address, credentials, options=options)
+
+    def open_blocking_channel(self, address: str, silence_seconds: float) -> grpc.Channel:
+        """As `open_channel`, for a thread without an event loop."""
+        options = self._channel_options(silence_seconds)
+        credentials = self._channel_credentials()
+        if credentials is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, credentials, options=options)
 
     def listen(
         self,
@@ -144,3 +147,18 @@ class ChannelSecurity:
 
     def _read_files(self) -> Sequence[bytes]:
         return [Path(getattr(self, name)).read_bytes() for name in _FILES]
+
+    def _channel_options(self, silence_seconds: float | None) -> list[tuple[str, Any]]:
+        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if silence_seconds is not None:
+            options = [*options_against_silence(silence_seconds)]
+        if self.tls and self.server_name:
+            options.append(("grpc.ssl_target_name_override", self.server_name))
+        return options
+
+    def _channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Raises OSError if a file cannot be read."""
+        if not self.tls:
+            return None
+        authority, certificate, key = self._read_files()
+        return grpc.ssl_channel_credentials(authority, key, certificate)

@@ -17,7 +17,7 @@ from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import reason_of
 from services.rpc.replies import readable
 from services.rpc.supervision import SupervisedTask
-from services.worker.server import WorkerServer
+from services.worker.base_server import BaseWorkerServer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class WorkerRegistration:
         self,
         worker_id: str,
         address: str,
-        server: WorkerServer,
+        server: BaseWorkerServer,
         resolve: Callable[[], Awaitable[str]],
         *,
         security: ChannelSecurity | None = None,

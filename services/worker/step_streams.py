@@ -11,18 +11,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
 
 from protos import worker_pb2
-from services.worker.queue import StepQueue
 
 # Limit of the steps of one stream that are read ahead of its oldest reply; further steps stay with the sender.
 _QUEUED_STEPS = 32
 
 
+class Steps(Protocol):
+    """Whatever answers steps."""
+
+    def add(self, request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
+        """Called on the event loop. Cancelling the reply takes back a step that has not begun."""
+        ...
+
+
 class StepStreams:
     """Streams that are open now. All calls are on the event loop."""
 
-    def __init__(self, steps: StepQueue) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._readers: set[asyncio.Task[None]] = set()
         # The highest scheduler epoch on each open stream.
