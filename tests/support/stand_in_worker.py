@@ -17,19 +17,7 @@ from typing import Any
 from engine.description import EngineDescription
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import (
-    AheadProposal,
-    AheadRow,
-    Awaited,
-    Computing,
-    EngineTimings,
-    ProposeRow,
-    RowOutcome,
-    StepOutcome,
-    VerifyRow,
-    never_awaited,
-    no_callback,
-)
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import Role, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
@@ -54,19 +42,6 @@ def guess(tokens: Sequence[int]) -> int:
     """The draft model: right in about seven of ten cases."""
     right = next_token(tokens)
     return right if right % 10 < 7 else (right + 1) % VOCABULARY
-
-
-def ahead(row: AheadRow) -> list[AheadProposal]:
-    """What the draft model proposes after the outcomes of a verification."""
-    found: list[AheadProposal] = []
-    for accepted in range(len(row.assumed) + 1):
-        known = [*row.history, *row.assumed[:accepted]]
-        for token in sorted({guess(known), next_token(known)} - {*row.assumed[accepted : accepted + 1]}):
-            proposal: list[int] = []
-            while len(proposal) < row.draft_length:
-                proposal.append(guess([*known, token, *proposal]))
-            found.append(AheadProposal(accepted, token, proposal))
-    return found[: row.outcomes]
 
 
 def logprobs(token: int, count: int) -> TokenLogprobs:
@@ -162,17 +137,6 @@ class StandInEngine:
         fed = sum(len(row.tokens) for row in rows)
         return StepOutcome(outcomes, EngineTimings(forward=seconds, batched_tokens=fed))
 
-    def prepare(
-        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
-    ) -> StepOutcome:
-        """Of each row, the outcomes that the draft thinks likely or that are the target's own, one more accepted token
-        after the other; none once another step waits."""
-        outcome = self.step(rows, computing)
-        for row, found in zip(rows, outcome.rows, strict=True):
-            if found.error is None and row.sampling.grammar is None and not awaited():
-                found.ahead = ahead(row)
-        return outcome
-
     def _row(self, row: Any) -> RowOutcome:
         if self.unlucky and ROW_FAILS in row.tokens:
             return RowOutcome([], error="unlucky token")
@@ -182,15 +146,11 @@ class StandInEngine:
         except OutOfPagesError as error:
             self.pool.truncate(row.table, start)
             return RowOutcome([], error=str(error), out_of_pages=True)
-        assumed = row.assumed if isinstance(row, AheadRow) else []
-        assert self.read(row.table) == [*row.history, *assumed, *outcome.tokens][: row.table.length]
+        assert self.read(row.table) == [*row.history, *outcome.tokens][: row.table.length]
         return outcome
 
-    def _run(self, row: VerifyRow | ProposeRow | AheadRow) -> RowOutcome:
+    def _run(self, row: VerifyRow | ProposeRow) -> RowOutcome:
         self.feed(row.table, row.tokens)
-        if isinstance(row, AheadRow):
-            self.feed(row.table, row.assumed)
-            return RowOutcome([])
         if isinstance(row, ProposeRow):
             proposal: list[int] = []
             for _ in range(row.draft_length):

@@ -95,7 +95,8 @@ def test_generate_writes_answers_in_order_whoever_computed_them(folder: Path, pl
     assert summary["tokens"] == 60
     assert 1 <= summary["committed_per_round"] <= 5
     assert summary["tokens_per_second"] > 0
-    for name in ("equal_length_share", "target_busy_share", "lost_share", "waiting_share", "realignment_share"):
+    shares = ("equal_length", "target_busy", "lost", "waiting", "realignment", "drafting", "scheduling")
+    for name in (f"{share}_share" for share in shares):
         assert 0 <= summary[name] <= 1
     assert "generating: 5/5 sequences, " in ended.err
 
