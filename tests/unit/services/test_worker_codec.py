@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from protos import worker_pb2
-from scheduler.messages import Row, RowResult, RowStatus, SendStep, TokenLogprobs
-from services.rpc.worker_codec import answers_to_wire, results_from_wire, step_to_wire
+from scheduler.messages import Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
+from services.rpc.worker_codec import answers_to_wire, opening_to_wire, results_from_wire, step_to_wire
 
 
 def row(sequence_id: int, **more: object) -> Row:
@@ -92,6 +92,12 @@ def test_answers_that_do_not_add_up_are_refused_by_name(change: dict[str, list[o
     reply = worker_pb2.StepReply(rows=worker_pb2.RowAnswers(**(columns | change)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         results_from_wire(SendStep("t0", 5, (row(3), row(4))), reply)
+
+
+def test_an_opening_tells_what_output_is_expected() -> None:
+    request = SequenceRequest(3, (1, 2), 9, expected_output=(5, 6, 7))
+    parameters = opening_to_wire(request, (1, 2))
+    assert (list(parameters.expected_output), list(parameters.committed_tokens)) == ([5, 6, 7], [1, 2])
 
 
 def test_a_step_says_how_much_each_row_verifies_and_proposes() -> None:
