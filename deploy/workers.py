@@ -6,10 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from deploy.config.models import NGRAM
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from engine.errors import GpuMemoryError
@@ -31,20 +31,19 @@ def cell_workers(config: SpoolConfig, engine_of: EngineOf | None = None) -> list
 
     `engine_of` gives the engine of a role on a device, in place of the configuration. Raises UsageError and RunError.
     """
+    if config.models.device != "cpu":
+        config = config.on_gpus(count_gpus(config.models.device))
     engine_of = engine_of or config.engine_of
     places = [(role, index) for role in config.roles for index in range(config.group(role).replicas)]
     on_gpus = {
         number: config.engine.ranks(role)
         for number, (role, _) in enumerate(places)
-        if config.has_model(role) and config.group(role).num_gpus != 0
+        if config.group(role).num_gpus != 0
     }
     devices = dict(zip(on_gpus, worker_devices(config.models.device, list(on_gpus.values())), strict=True))
     launches = []
     for number, (role, index) in enumerate(places):
         name, device = f"{role.value}-{index}", devices.get(number, "cpu")
-        if not config.has_model(role):
-            launches.append(WorkerLaunch(role, {"model": NGRAM}, threads=1, name=name))
-            continue
         others = [places[other][0] for other, shared in devices.items() if shared == device and other != number]
         engine = worker_engine(config, role, device, others, engine_of)
         launches.append(WorkerLaunch(role, asdict(engine), engine.threads, name))
@@ -54,21 +53,24 @@ def cell_workers(config: SpoolConfig, engine_of: EngineOf | None = None) -> list
 def worker_engine(
     config: SpoolConfig, role: Role, device: str, others: Sequence[Role], engine_of: EngineOf
 ) -> EngineSettings:
-    """Of a worker that has its device together with `others`; a target's also holds that of the draft inside it.
+    """Of a worker that has its device together with `others`; a target's also holds that of the draft inside it, and
+    prompt lookup where no draft worker has that.
 
     Raises `UsageError`.
     """
-    inside = (Role.DRAFT,) if config.models.drafts_inside else ()
+    inside = (Role.DRAFT,) if config.drafts_inside else ()
     models = [one for worker in (role, *others) for one in (worker, *(inside if worker is Role.TARGET else ()))]
 
     def sharing(place: int) -> EngineSettings:
         engine = engine_of(models[place], device)
         if device == "cpu":
             return engine
-        peers = [one for number, one in enumerate(models) if number != place and config.has_model(one)]
+        peers = [one for number, one in enumerate(models) if number != place]
         return replace(engine, gpu_peers=tuple(worker_memory(engine_of(peer, device), peer) for peer in peers))
 
     engine = sharing(0)
+    if role is (Role.DRAFT if config.drafts_in_workers else Role.TARGET):
+        engine = replace(engine, lookup_match=config.models.lookup_match)
     if inside and role is Role.TARGET:
         return replace(engine, inside_draft=replace(sharing(1), threads=engine.threads))
     return engine
@@ -114,6 +116,7 @@ def worker_devices(device: str, ranks: Sequence[int]) -> list[str]:
     return [f"cuda:{first % gpus}" for first in accumulate(ranks[:-1], initial=0)]
 
 
+@cache
 def count_gpus(device: str) -> int:
     """GPUs that torch can use. Asking torch takes seconds, so `auto` first looks whether the system has any."""
     if device == "auto" and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():

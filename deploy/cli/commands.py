@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from deploy.cli.command_options import DECODING, SERVING, takes_options
-from deploy.cli.config import Overrides, chosen_file, config_app
-from deploy.config.loading import GivenValue, load_configuration
+from deploy.cli.config import Overrides, config_app, loaded
+from deploy.config.loading import GivenValue
 from deploy.config.models import Dtype, KvCacheDtype, Quantization
 from deploy.errors import UsageError
 from deploy.offline.settings import InputSettings, ReplaySettings, SamplingSettings, configured
@@ -130,7 +130,7 @@ def serve_command(
 
     Options override the configuration file, which sets everything else. Without a model, the demo is served.
     """
-    configuration = load_configuration(chosen_file(config), overrides or [], given)
+    configuration = loaded(config, overrides, given)
     from deploy.cli.serve import serve, serve_without_ray
 
     if not no_ray:

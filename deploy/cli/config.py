@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from deploy.config.loading import GivenValue, load_configuration
+from deploy.config.spool_config import SpoolConfig
 
 config_app = typer.Typer(help="The configuration file: show, explain it, render it for Ray.")
 
@@ -31,15 +35,22 @@ def chosen_file(file: Path | None) -> Path | None:
     return _DEFAULT_FILE if os.path.lexists(_DEFAULT_FILE) else None
 
 
+def loaded(file: Path | None, overrides: Sequence[str] | None, given: Sequence[GivenValue] = ()) -> SpoolConfig:
+    """The configuration in a file or in `spool.yaml`. Warns of fields that do nothing. Raises ConfigurationError."""
+    config = load_configuration(chosen_file(file), overrides or (), given)
+    for field in config.without_effect():
+        print(f"spool: warning: {field} has no effect any more: leave it out", file=sys.stderr)
+    return config
+
+
 @config_app.command("show")
 def show(file: _File = None, overrides: Overrides = None) -> None:
     """Prints every field with the value that holds, secrets hidden; and to standard error, which files are not here."""
     import yaml
 
     from deploy.config.files import absent_files
-    from deploy.config.loading import load_configuration
 
-    config = load_configuration(chosen_file(file), overrides or [])
+    config = loaded(file, overrides)
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
     for warning in absent_files(config):
         print(f"spool: warning: {warning}", file=sys.stderr)
@@ -56,10 +67,9 @@ def explain() -> None:
 @config_app.command("render")
 def render(file: _File = None, overrides: Overrides = None) -> None:
     """Prints the file for Ray's `serve deploy`, with the secrets in it."""
-    from deploy.config.loading import load_configuration
     from deploy.ray_app.serve_options import serve_file
 
-    config = load_configuration(chosen_file(file), overrides or [])
+    config = loaded(file, overrides)
     for field in config.secret_fields:
         print(f"spool: warning: {field} is among what is printed: keep it from others", file=sys.stderr)
     print(serve_file(config), end="")

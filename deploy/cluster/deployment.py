@@ -20,7 +20,10 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     """Returns once every replica is up. Raises RunError with the reason of one that does not start."""
     from ray import serve
 
+    from deploy.ray_app.gpus import on_gpus_of_ray
+
     app_name = config.ray.app_name
+    config = on_gpus_of_ray(config)
     serve.start(proxy_location=PROXIES)
     try:
         if config.scales:

@@ -34,6 +34,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 # What was best with the demo pair (docs/performance.md).
 _DEMO_LOOKUP = 2
+# A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
+_NGRAM_LOOKUP = 2
 
 
 class ModelsSection(Section):
@@ -50,14 +52,14 @@ class ModelsSection(Section):
     draft_kind: Literal["auto", "model", "head"] = described(
         "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
     )
-    draft_in: Literal["workers", "targets"] = described(
-        "workers", "`targets`: each target's worker also runs the draft; there are no draft workers."
+    draft_in: Literal["auto", "workers", "targets"] = described(
+        "auto", "Where a draft model runs: in draft `workers`, or in the workers of `targets`, as on one device."
     )
     draft_lookup: int | None = described(
         None,
-        "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier in "
-        f"the sequence, the tokens that followed there are proposed. 0: off. Unset: {_DEMO_LOOKUP} with the demo "
-        "draft, else 0.",
+        "Prompt lookup in addition to the draft: if at least this many of the last tokens occurred earlier in the "
+        f"sequence, the tokens that followed there are proposed. 0: off. Unset: {_DEMO_LOOKUP} with the demo draft, "
+        "else 0.",
         ge=0,
         le=LONGEST_LOOKUP_MATCH,
     )
@@ -88,7 +90,7 @@ class ModelsSection(Section):
             yield f"target is {self.target!r}, must be a model: that is a way to draft"
         if self.draft_kind == "head" and self.draft_name in (DEMO, NGRAM, NO_DRAFT):
             yield f"draft_kind is head, must be auto where draft is {self.draft_name}"
-        elif self.draft_lookup and not self.drafts_with_model:
+        elif self.draft_lookup and self.draft_name in (NGRAM, NO_DRAFT):
             yield f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}"
 
     def template_text(self) -> str | None:
@@ -111,14 +113,14 @@ class ModelsSection(Section):
 
     @property
     def lookup_match(self) -> int | None:
-        """The setting of the draft's engine; None: no lookup."""
+        """Of the engine that looks up; None: no lookup."""
         if self.draft_lookup is None:
-            return _DEMO_LOOKUP if self.draft_name == DEMO else None
+            return {DEMO: _DEMO_LOOKUP, NGRAM: _NGRAM_LOOKUP}.get(self.draft_name)
         return self.draft_lookup or None
 
     @property
     def drafts_with_head(self) -> bool:
-        """Whether the draft is a drafting head, so that the targets propose, and there are no draft workers."""
+        """Whether the draft is a drafting head, which runs in the targets' workers."""
         if self.draft_kind != "auto":
             return self.draft_kind == "head"
         return self.draft_name not in (DEMO, NGRAM, NO_DRAFT) and is_drafting_head(self.draft_name)
@@ -126,26 +128,6 @@ class ModelsSection(Section):
     @property
     def drafts_with_model(self) -> bool:
         return self.draft_name not in (NGRAM, NO_DRAFT) and not self.drafts_with_head
-
-    @property
-    def drafts_inside(self) -> bool:
-        """Whether a draft model or prompt lookup runs in each target's worker."""
-        return self.draft_in == "targets" and self.drafts and not self.drafts_with_head
-
-    @property
-    def drafts_in_workers(self) -> bool:
-        return self.drafts and not self.drafts_inside and not self.drafts_with_head
-
-    def inside_conflict(self, draft_replicas: str | None, ranks: int) -> str | None:
-        """Why the workers cannot be as asked for, since targets run the draft; `draft_replicas`: what asks for some."""
-        if self.drafts_in_workers or not self.drafts:
-            return None
-        if draft_replicas is not None:
-            what = "models.draft_in is targets" if self.drafts_inside else f"{self.draft_name} is a drafting head"
-            return f"{draft_replicas}, must be unset: {what}, so that the targets' workers draft"
-        if ranks > 1:
-            return f"tensor_parallel_size is {ranks}, must be 1: the draft {self.draft_name} runs beside a whole target"
-        return None
 
 
 class EngineSection(Section):
@@ -204,7 +186,6 @@ class EngineSection(Section):
             "device": device,
             "threads": threads,
             "exact": models.exact,
-            "lookup_match": models.lookup_match if is_draft else None,
             "target": models.target if is_draft else None,
             "ignore_tensors": models.ignore_tensors,
             "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,

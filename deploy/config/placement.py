@@ -107,6 +107,13 @@ class WorkerGroup(Scaled):
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
 
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether anything says how many replicas there are, or where they run."""
+        default = WorkerGroup()
+        return any(getattr(self, name) != getattr(default, name) for name in (*Scaled.model_fields, "num_gpus"))
+
+
 class TargetGroup(WorkerGroup):
     """The group of target replicas."""
 
@@ -123,12 +130,11 @@ class Groups(Section):
         ge=1,
         le=256,
     )
-    shared_device: bool | None = described(
-        None,
-        "A draft and a target compute by turns on the same cores or GPU. Unset: as `spool serve` and num_gpus place "
-        "them.",
+    draft: WorkerGroup = described(
+        WorkerGroup(),
+        "The draft workers. With `models.draft_in: auto` there are some where fields here say how many or where, where "
+        "a target has several ranks, and where there are GPUs for them beside all targets'.",
     )
-    draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
     target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +23,8 @@ from scheduler.messages import Role
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _LOOPBACK = "127.0.0.1"
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
+
+_IDLE = "Without effect; a later version does not know it."
 
 # More rows rarely have one length.
 _EQUAL_ROWS = 8
@@ -51,14 +52,8 @@ class SchedulingSection(Section):
         None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
     )
     wait_bound_steps: float = described(1.5, "Verify steps that a sequence may wait for others.", ge=0, le=1000)
-    draft_batch_size: int | None = described(None, "Sequences in one draft step. Unset: four batches, or 64.", ge=1)
-    draft_ahead: int = described(
-        0,
-        "While a target verifies a proposal, an idle draft model prepares the next one for this many of the "
-        "likeliest outcomes. 0: off.",
-        ge=0,
-        le=256,
-    )
+    draft_batch_size: int | None = described(None, _IDLE, ge=1)
+    draft_ahead: int = described(0, _IDLE, ge=0, le=256)
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
         "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
@@ -81,13 +76,9 @@ class SchedulingSection(Section):
             yield f"max_running is {self.max_running}, must be at least batch_size, which is {self.batch_size}"
 
     def scheduler_config(
-        self,
-        drafting: bool,
-        keys: tuple[KeyClass, ...] = (),
-        draft_model: bool = True,
-        policy: Policy | None = None,
+        self, drafting: bool, keys: tuple[KeyClass, ...] = (), policy: Policy | None = None
     ) -> SchedulerConfig:
-        """For the scheduler core. Without a draft model, nothing can be prepared: prompt lookup takes no time."""
+        """For the scheduler core."""
         policy = policy or self.policy
         running = self.max_running
         if running is None and self.batch_size is not None:
@@ -102,8 +93,6 @@ class SchedulingSection(Section):
             draft_length=self.draft_length if drafting else 0,
             prefill_chunk=self.prefill_chunk,
             wait_bound_steps=self.wait_bound_steps,
-            draft_batch_size=self.draft_batch_size,
-            draft_ahead=self.draft_ahead if drafting and draft_model else 0,
             kv_movement=self.kv_movement,
             max_queued_sequences=self.max_queued_sequences,
             max_queued_tokens=self.max_queued_tokens,
@@ -153,34 +142,46 @@ class SpoolConfig(Section):
             )
         if gateway.receipts and not self.models.exact:
             yield "gateway.receipts is true, must be false where models.exact is false"
-        draft = self.groups.draft
-        asks = [name for name in ("replicas", "autoscaling") if getattr(draft, name) != getattr(WorkerGroup(), name)]
-        replicas = f"groups.draft.{asks[0]} is set" if asks else None
-        conflict = self.models.inside_conflict(replicas, self.engine.tensor_parallel_size)
-        if conflict is not None:
-            yield conflict if asks else f"engine.{conflict}"
+        yield from self._inside_problems()
         for role in self.roles:
             limit = self._gpu_limit(role, self.group(role))
             if limit is not None:
                 yield f"groups.{role.value}.num_gpus is {self.group(role).num_gpus:g}, {limit}"
 
+    def _inside_problems(self) -> Iterator[str]:
+        """Of a draft model or a head in the targets' workers."""
+        name, draft, ranks = self.models.draft_name, self.groups.draft, self.engine.tensor_parallel_size
+        if not self.drafts_inside and not self.models.drafts_with_head:
+            return
+        why = "models.draft_in is targets" if self.drafts_inside else f"{name} is a drafting head"
+        for field in ("replicas", "autoscaling"):
+            if getattr(draft, field) != getattr(WorkerGroup(), field):
+                yield f"groups.draft.{field} is set, must be unset: {why}, so that the targets' workers draft"
+                return
+        if ranks > 1:
+            yield f"engine.tensor_parallel_size is {ranks}, must be 1: the draft {name} runs beside a whole target"
+
+    def without_effect(self) -> list[str]:
+        """Fields that are set, and do nothing any more."""
+        defaults = SchedulingSection()
+        idle = ("draft_batch_size", "draft_ahead")
+        return [f"scheduling.{one}" for one in idle if getattr(self.scheduling, one) != getattr(defaults, one)]
+
     def _gpu_limit(self, role: Role, group: WorkerGroup) -> str | None:
         """What the GPUs of a replica must be instead; None where they are right."""
-        gpus, ranks, device, loads = group.num_gpus, self.engine.ranks(role), self.models.device, self.has_model(role)
+        gpus, ranks, device = group.num_gpus, self.engine.ranks(role), self.models.device
         if gpus is None:
             return None
         if device == "cpu" and gpus > 0:
             return "must be 0 or unset where models.device is cpu"
-        if gpus > 0 and not loads:
-            return "must be 0 or unset: prompt lookup needs no GPU"
-        if device == "cuda" and gpus == 0 and loads:
+        if device == "cuda" and gpus == 0:
             return "must be above 0 where models.device is cuda"
         if ranks == 1 and gpus > 1:
             which = "engine.tensor_parallel_size is 1" if role is Role.TARGET else "a draft computes on one GPU"
             return f"must be at most 1: {which}"
         if ranks > 1 and gpus not in (0, ranks):
             return f"must be 0, {ranks} or unset, as engine.tensor_parallel_size is {ranks}"
-        if 0 < gpus < 1 and loads and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
+        if 0 < gpus < 1 and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
             return (
                 f"which needs a kv_memory for the {role.value} group: a replica would take all memory of the GPU that "
                 "it shares"
@@ -188,23 +189,20 @@ class SpoolConfig(Section):
         return None
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
-        groups = (group, self.groups.draft) if self.models.drafts_inside and self.models.drafts_with_model else (group,)
+        groups = (group, self.groups.draft) if self.drafts_inside else (group,)
         of_all = (self.engine.kv_pages, self.engine.kv_memory)
         return all(any(one is not None for one in (each.kv_pages, each.kv_memory, *of_all)) for each in groups)
 
     def scheduler_config(self) -> SchedulerConfig:
         """For the scheduler core of one cell, with its part of what the keys with a name may have."""
-        models, cells = self.models, self.groups.cells
-        keys = tuple(key.key_class.part_of(cells) for key in self.auth.keys)
-        draft_workers = models.drafts_with_model and models.drafts_in_workers
-        config = self.scheduling.scheduler_config(models.drafts, keys, draft_workers)
-        return replace(config, shared_device=self.shares_device)
+        keys = tuple(key.key_class.part_of(self.groups.cells) for key in self.auth.keys)
+        return self.scheduling.scheduler_config(self.models.drafts, keys)
 
     @property
     def is_one_pair(self) -> bool:
-        """Whether there is one replica with a target model, one with a draft model, and never more."""
+        """Whether there is one target worker and one draft worker, and never more."""
         one_each = len(self.roles) == 2 and all(self.group(role).most == 1 for role in self.roles)
-        return self.models.drafts_with_model and self.groups.cells == 1 and one_each
+        return self.groups.cells == 1 and one_each
 
     @property
     def pair_shares_a_gpu(self) -> bool:
@@ -213,15 +211,31 @@ class SpoolConfig(Section):
         return self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
 
     @property
-    def shares_device(self) -> bool:
-        """Whether a draft and a target compute by turns."""
-        given = self.groups.shared_device
-        return self.pair_shares_a_gpu if given is None else given
+    def drafts_in_workers(self) -> bool:
+        """Whether the draft model has workers of its own. Left open, it has where `groups.draft` says something of
+        their number or place, and where it must have them: no target of several ranks runs one."""
+        models, group = self.models, self.groups.draft
+        asked = models.draft_in == "workers" or group.is_placed or self.engine.tensor_parallel_size > 1
+        return models.drafts_with_model and models.draft_in != "targets" and asked
+
+    @property
+    def drafts_inside(self) -> bool:
+        """Whether a draft model runs in each target's worker."""
+        return self.models.drafts_with_model and not self.drafts_in_workers
+
+    def on_gpus(self, gpus: float) -> SpoolConfig:
+        """With draft workers where nothing says how to draft and so many GPUs have room for them beside all targets."""
+        models, target = self.models, self.groups.target
+        for_each = self.engine.tensor_parallel_size if target.num_gpus is None else target.num_gpus
+        room = 0 < for_each <= (gpus / self.groups.cells - 1) / target.most
+        if not self.drafts_inside or models.draft_in != "auto" or models.device == "cpu" or not room:
+            return self
+        return self.model_copy(update={"models": models.model_copy(update={"draft_in": "workers"})})
 
     @property
     def roles(self) -> tuple[Role, ...]:
         """The groups that there are."""
-        return (Role.TARGET, Role.DRAFT) if self.models.drafts_in_workers else (Role.TARGET,)
+        return (Role.TARGET, Role.DRAFT) if self.drafts_in_workers else (Role.TARGET,)
 
     @property
     def served_name(self) -> str:
@@ -244,10 +258,6 @@ class SpoolConfig(Section):
     def model(self, role: Role) -> str:
         return self.models.target if role is Role.TARGET else self.models.draft_name
 
-    def has_model(self, role: Role) -> bool:
-        """Whether the group's workers load weights; prompt lookup has none."""
-        return role is Role.TARGET or self.models.drafts_with_model
-
     def threads(self, role: Role) -> int:
         """Threads of a worker, or of each of its ranks: as asked for, or the CPUs it reserves, or a share of all."""
         group = self.group(role)
@@ -255,9 +265,7 @@ class SpoolConfig(Section):
             return group.threads
         if group.num_cpus >= 1:
             return max(1, int(group.num_cpus) // self.engine.ranks(role))
-        busy = self.groups.cells * sum(
-            self.group(other).replicas * self.engine.ranks(other) for other in self.roles if self.has_model(other)
-        )
+        busy = self.groups.cells * sum(self.group(other).replicas * self.engine.ranks(other) for other in self.roles)
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
     def engine_settings(self, role: Role, device: str, threads: int) -> EngineSettings:
@@ -283,18 +291,16 @@ class SpoolConfig(Section):
         return config.model_copy(update={"internal": self.internal.model_copy(update={"host": _LOOPBACK})})
 
     def _sharing_cores(self) -> SpoolConfig:
-        """One draft and one target on the machine each compute on the cores of both, unless the file says otherwise:
-        with one batch, a worker computes while the other waits for it."""
+        """One draft worker and one target on the machine each compute on the cores of both, unless the file says
+        otherwise: with one batch, a worker computes while the other waits for it."""
         if not self.is_one_pair or self.engine.tensor_parallel_size > 1:
             return self
         both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
-        threads = {role: self.group(role).threads or both for role in self.roles}
-        known: dict[str, Any] = {
-            role.value: self.group(role).model_copy(update={"threads": count}) for role, count in threads.items()
+        groups = {
+            role.value: self.group(role).model_copy(update={"threads": self.group(role).threads or both})
+            for role in self.roles
         }
-        if self.groups.shared_device is None and sum(threads.values()) > len(os.sched_getaffinity(0)):
-            known["shared_device"] = True
-        return self.model_copy(update={"groups": self.groups.model_copy(update=known)})
+        return self.model_copy(update={"groups": self.groups.model_copy(update=groups)})
 
     def without_replicas(self) -> SpoolConfig:
         """One replica of each kind, and what else is set about them as it is."""
@@ -302,11 +308,10 @@ class SpoolConfig(Section):
         draft, target = self.groups.draft.model_copy(update=one), self.groups.target.model_copy(update=one)
         groups = self.groups.model_copy(update={"draft": draft, "target": target})
         config = self.model_copy(update={"groups": groups, "gateway": self.gateway.model_copy(update=one)})
-        if config.shares_device == self.shares_device:
+        if config.roles == self.roles:
             return config
-        # One replica of each would seem to share a GPU.
-        groups = groups.model_copy(update={"shared_device": self.shares_device})
-        return config.model_copy(update={"groups": groups})
+        # The number of draft workers said that there are some.
+        return config.model_copy(update={"models": self.models.model_copy(update={"draft_in": "workers"})})
 
     @property
     def secret_fields(self) -> list[str]:

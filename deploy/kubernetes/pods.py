@@ -75,8 +75,8 @@ def _gateways(config: SpoolConfig) -> Pods:
 def _workers(config: SpoolConfig, role: Role) -> Pods:
     group = config.group(role)
     cells = config.groups.cells if role in config.roles else 0
-    loads = (role, Role.DRAFT) if config.models.drafts_inside else (role,)
-    weights = {config.model(one): None for one in loads if cells and config.has_model(one)}
+    loads = (role, Role.DRAFT) if config.drafts_inside else (role,)
+    weights = {config.model(one): None for one in loads if cells}
     return Pods(
         group=role.value,
         replicas=cells * group.replicas,
@@ -130,5 +130,5 @@ def _worker_problems(config: SpoolConfig, role: Role, group: WorkerGroup) -> Ite
     path = f"groups.{role.value}"
     if group.num_cpus < 1:
         yield f"{path}.num_cpus", f"is {group.num_cpus:g}, must be at least 1: they are the CPUs of its pod"
-    if config.has_model(role) and group.num_gpus is None and config.models.device != "cpu":
+    if group.num_gpus is None and config.models.device != "cpu":
         yield f"{path}.num_gpus", "is unset, must be said unless models.device is cpu: pods get GPUs before Ray starts"

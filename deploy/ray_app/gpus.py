@@ -13,6 +13,11 @@ from scheduler.messages import Role
 logger = logging.getLogger(__name__)
 
 
+def on_gpus_of_ray(config: SpoolConfig) -> SpoolConfig:
+    """With draft workers where nothing says how to draft and Ray has GPUs for them."""
+    return config.on_gpus(_gpus_of_ray())
+
+
 def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
     """The configured number; otherwise one for each rank of each replica as far as Ray's GPUs go, targets first.
 
@@ -26,7 +31,7 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
     left: float | None = None
     for role in config.roles:
         group = config.group(role)
-        if not config.has_model(role) or config.models.device == "cpu":
+        if config.models.device == "cpu":
             gpus[role] = 0.0
         elif group.num_gpus is not None:
             gpus[role] = group.num_gpus
@@ -39,7 +44,7 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
             gpus[role] = wanted if wanted * replicas <= left else 0.0
             left -= gpus[role] * replicas
     if left is not None and 0.0 in gpus.values() and any(gpus.values()):
-        names = ", ".join(role.value for role, count in gpus.items() if count == 0 and config.has_model(role))
+        names = ", ".join(role.value for role, count in gpus.items() if count == 0)
         logger.warning("Ray has too few GPUs: %s workers compute on the CPU (see groups.*.num_gpus)", names)
     return gpus
 
@@ -53,7 +58,7 @@ def _pair_on_one_gpu(config: SpoolConfig) -> bool:
 def _asked_for(config: SpoolConfig, role: Role) -> float:
     group = config.group(role)
     replicas = config.groups.cells * group.most
-    return (group.num_gpus or 0.0) * replicas if config.has_model(role) else 0.0
+    return (group.num_gpus or 0.0) * replicas
 
 
 def _gpus_of_ray() -> float:

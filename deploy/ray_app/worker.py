@@ -15,7 +15,7 @@ from deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_o
 from deploy.workers import worker_engine
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
-from services.worker.process import NGRAM_MODEL, WorkerArguments, load_executor
+from services.worker.process import WorkerArguments, load_executor
 from services.worker.registration import WorkerRegistration
 from services.worker.server import WorkerServer, step_thread
 
@@ -78,8 +78,6 @@ class WorkerReplica:
 
 
 def _arguments(config: SpoolConfig, role: Role) -> WorkerArguments:
-    if not config.has_model(role):
-        return WorkerArguments(role, {"model": NGRAM_MODEL})
     # Ray shows a replica its own GPUs only, so the first is always the right one, and its ranks have one after the
     # other.
     device = "cuda:0" if config.group(role).num_gpus else "cpu"

@@ -133,7 +133,7 @@ def test_a_target_over_four_gpus_has_pods_with_four(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "replicas"), [("draft", "none", 0), ("draft", "ngram", 1), ("draft_in", "targets", 0)]
+    ("field", "value", "replicas"), [("draft", "none", 0), ("draft", "ngram", 0), ("draft_in", "targets", 0)]
 )
 def test_groups_without_a_draft_model_fetch_nothing(tmp_path: Path, field: str, value: str, replicas: int) -> None:
     manifests = cell(tmp_path, (f"models.{field}", value), ("gateway.grpc_port", None))

@@ -111,8 +111,7 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
 def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) -> None:
     target, _ = tiny_pair
     asked = cases(2, max_tokens=20)
-    inside = "draft: ngram, draft_in: targets"
-    models = ("--set", f"models={{target: {target}, {inside}, dtype: float32, served_model_name: {MODEL}}}")
+    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_model_name: {MODEL}}}")
     page = "https://page.example"
     models += ("--set", f"gateway.allowed_origins=['{page}']")
     command = ("serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}")

@@ -157,7 +157,7 @@ def test_a_draft_in_targets_has_no_replicas_and_runs_beside_whole_targets(tmp_pa
     save_tokenizer(target)
     for draft, inside, why in (
         (head, (), f"{head} is a drafting head"),
-        ("ngram", ("--draft-in", "targets"), "models.draft_in is targets"),
+        (target.name, ("--draft-in", "targets"), "models.draft_in is targets"),
     ):
         for option, reason in (
             ("--draft-replicas", f"must be unset: {why}, so that the targets' workers draft"),

@@ -18,7 +18,6 @@ from deploy.cli.command_options import SERVING, takes_options
 from deploy.config.loading import GivenValue, load_configuration
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
-from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
 from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
@@ -28,7 +27,6 @@ from deploy.workers import worker_devices
 from engine.models.memory_plan import model_memory
 from engine.settings import BATCHED_TOKENS_ON_GPU
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 from services.gateway.settings import TlsFiles
 from services.text.tokenizer import ModelTokenizer
@@ -99,15 +97,6 @@ def test_settings_digest_follows_what_changes_text(tmp_path: Path) -> None:
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("asked", "told"), [(5, 5), (None, 2), (0, None)])
-def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told: int | None) -> None:
-    given = {"device": "cpu", "draft_lookup": asked}
-    config = configured([GivenValue(("models", name), value, "") for name, value in given.items()])
-    launches = worker_launches(config, [40])
-    matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
-    assert matches == {Role.TARGET: None, Role.DRAFT: told}
 
 
 def test_options_have_vllms_names_too() -> None:

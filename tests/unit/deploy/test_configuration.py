@@ -158,7 +158,6 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
         ("groups: {draft: {num_gpus: 2}}", "groups.draft.num_gpus is "),
         ("models: {device: cpu}\ngroups: {target: {num_gpus: 1}}", "must be 0 or unset where"),
         ("models: {device: cuda}\ngroups: {target: {num_gpus: 0}}", "must be above 0 where"),
-        ("models: {draft: ngram}\ngroups: {draft: {num_gpus: 1}}", "needs no GPU"),
         ("models: {draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_pages: 9}}", "needs a kv_memory for"),
     ],
 )
@@ -216,18 +215,17 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
             "scheduling={batch_size: 2, max_running: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
             "groups.target={kv_pages: 7, threads: 3}",
             "engine={page_size: 8, kv_memory: 3MiB, prefix_cache: false}",
-            "models={draft_lookup: 4, quantization: int4}",
+            "models={quantization: int4}",
         ],
     )
     expected = SchedulerConfig(
-        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, draft_ahead=0, max_queued_tokens=99
+        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99
     )
     assert config.scheduling.scheduler_config(drafting=True) == expected
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
     assert (target.kv_pages, target.kv_memory_bytes, target.threads, target.page_size) == (7, None, 3, 8)
     draft = config.engine_settings(Role.DRAFT, "cpu", 1)
-    assert (target.lookup_match, draft.lookup_match) == (None, 4)
     assert target.quantization == draft.quantization == "int4"
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
@@ -243,31 +241,55 @@ def test_a_step_takes_all_that_run_unless_their_lengths_must_be_equal(policy: st
 
 
 @pytest.mark.parametrize(
-    ("models", "outcomes"), [("draft: demo", 7), ("draft_in: targets", 0), ("draft: ngram", 0), ("draft: none", 0)]
+    ("draft", "roles"),
+    [
+        ("", [Role.TARGET]),
+        ("{replicas: 2}", [Role.TARGET, Role.DRAFT]),
+        ("{autoscaling: {max_replicas: 2}}", [Role.TARGET, Role.DRAFT]),
+        ("{num_cpus: 1}", [Role.TARGET, Role.DRAFT]),
+        ("{threads: 1}", [Role.TARGET]),
+    ],
 )
-def test_only_a_draft_model_in_workers_drafts_ahead(models: str, outcomes: int) -> None:
-    config = load_configuration(None, ["scheduling.draft_ahead=7", f"models={{{models}}}"])
-    assert config.scheduler_config().draft_ahead == outcomes
+def test_there_are_draft_workers_where_the_file_places_them(draft: str, roles: list[Role]) -> None:
+    config = load_configuration(None, [f"groups.draft={draft or '{}'}"])
+    for each in (config, configuration_from(config.plain()), config.without_replicas()):
+        assert list(each.roles) == roles
+    assert list(load_configuration(None, [f"groups.draft={draft or '{}'}", "models.draft=ngram"]).roles) == roles[:1]
 
 
 @pytest.mark.parametrize(
-    ("models", "replicas", "shared"),
-    [("draft: demo", 1, True), ("draft: demo", 2, False), ("draft: ngram", 1, False), ("draft_in: targets", 1, False)],
+    ("content", "expected"),
+    [
+        (
+            "models: {draft_in: targets}\ngroups: {draft: {replicas: 2}}",
+            "groups.draft.replicas is set, must be unset: models.draft_in is targets, so that",
+        ),
+        (
+            "models: {draft_in: targets}\nengine: {tensor_parallel_size: 2}",
+            "engine.tensor_parallel_size is 2, must be 1: the draft demo runs beside a whole target",
+        ),
+        (
+            "models: {draft: mtp, draft_kind: head}\ngroups: {draft: {autoscaling: {}}}",
+            "groups.draft.autoscaling is set, must be unset: mtp is a drafting head, so that",
+        ),
+    ],
 )
-def test_a_pair_on_one_machine_shares_its_cores(models: str, replicas: int, shared: bool) -> None:
-    config = load_configuration(None, [f"models={{{models}}}", f"groups.draft.replicas={replicas}"])
-    assert config.on_one_machine().scheduler_config().shared_device is shared
-    assert config.scheduler_config().shared_device is False
-    loopback = config.model_copy(update={"internal": config.internal.model_copy(update={"host": "127.0.0.1"})})
-    assert loopback.scheduler_config().shared_device is False
+def test_drafts_inside_targets_have_no_workers(file: Path, content: str, expected: str) -> None:
+    [found] = problems(file, content)
+    assert found.startswith(expected)
+    file.write_text(content)
+    assert load_configuration(file, ["models.draft=ngram", "models.draft_kind=auto"]).roles == (Role.TARGET,)
 
 
-def test_a_pair_on_a_gpu_takes_turns_and_several_pairs_do_not() -> None:
-    share = "{draft: {num_gpus: 0.3, kv_memory: 2GiB, replicas: %d}, target: {num_gpus: 0.7, kv_memory: 2GiB}}"
-    for replicas in (1, 2):
-        config = load_configuration(None, [f"groups={share % replicas}"])
-        for each in (config, config.without_replicas()):
-            assert each.scheduler_config().shared_device is (replicas == 1)
+def test_fields_without_effect_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("scheduling: {draft_ahead: 64, draft_batch_size: 3}")
+    for words in (["config", "show", str(file)], ["config", "render", str(file)]):
+        assert cli.run(words) == 0
+        assert capsys.readouterr().err.splitlines() == [
+            f"spool: warning: scheduling.{field} has no effect any more: leave it out"
+            for field in ("draft_batch_size", "draft_ahead")
+        ]
+    assert load_configuration(file).scheduler_config() == SpoolConfig().scheduler_config()
 
 
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
@@ -360,12 +382,15 @@ def test_metrics_have_addresses_to_ask() -> None:
 
 def test_a_draft_and_a_target_alone_on_a_machine_each_compute_on_all_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1, 2, 3})
-    pair = load_configuration(None).on_one_machine()
+    workers = "models.draft_in=workers"
+    pair = load_configuration(None, [workers]).on_one_machine()
     assert [pair.threads(role) for role in pair.roles] == [4, 4]
-    three = load_configuration(None, ["groups.target.replicas=3"]).on_one_machine()
+    three = load_configuration(None, [workers, "groups.target.replicas=3"]).on_one_machine()
     assert [three.threads(role) for role in three.roles] == [1, 1]
-    given = load_configuration(None, ["groups.target.threads=1"]).on_one_machine()
+    given = load_configuration(None, [workers, "groups.target.threads=1"]).on_one_machine()
     assert given.threads(Role.TARGET) == 1
+    # A draft inside computes when its target does not.
+    assert load_configuration(None, ["groups.target.replicas=2"]).on_one_machine().threads(Role.TARGET) == 2
 
 
 def test_options_override_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.spool_config import RaySettings
 from deploy.errors import RunError, UsageError
 from deploy.ray_app.application import settled
-from deploy.ray_app.gpus import gpus_per_replica
+from deploy.ray_app.gpus import gpus_per_replica, on_gpus_of_ray
 from deploy.ray_app.serve_options import serve_file
 from protos import scheduler_pb2
 from scheduler.messages import Role
@@ -49,22 +49,34 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
 
 def gpus(monkeypatch: pytest.MonkeyPatch, of_ray: float, *overrides: str) -> dict[Role, float]:
     monkeypatch.setattr("deploy.ray_app.gpus._gpus_of_ray", lambda: of_ray)
-    return dict(gpus_per_replica(load_configuration(None, overrides)))
+    return dict(gpus_per_replica(on_gpus_of_ray(load_configuration(None, overrides))))
 
 
 def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpus(monkeypatch, 0) == dict.fromkeys(BOTH, 0.0)
+    workers = "models.draft_in=workers"
+    assert gpus(monkeypatch, 0, workers) == dict.fromkeys(BOTH, 0.0)
     assert gpus(monkeypatch, 1, "groups.draft.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 2) == BOTH
-    assert gpus(monkeypatch, 2, "groups.target.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 2, "groups.target.replicas=2") == {Role.TARGET: 1.0}
+    assert gpus(monkeypatch, 2, workers, "groups.target.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 3, "groups.draft.num_gpus=1", "groups.target.replicas=3")[Role.TARGET] == 0.0
-    assert gpus(monkeypatch, 8, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
-    assert gpus(monkeypatch, 0, "models.device=cuda") == BOTH
-    assert gpus(monkeypatch, 1, "models.draft=ngram", "models.device=cuda") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 8, workers, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 0, workers, "models.device=cuda") == BOTH
+    assert gpus(monkeypatch, 2, "models.draft=ngram", "models.device=cuda") == {Role.TARGET: 1.0}
     assert gpus(monkeypatch, 1, "models.draft=none") == {Role.TARGET: 1.0}
     assert gpus(monkeypatch, 4, "groups.cells=2") == BOTH
-    assert gpus(monkeypatch, 3, "groups.cells=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
-    assert gpus(monkeypatch, 1, "groups.cells=2") == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 3, "groups.cells=2") == {Role.TARGET: 1.0}
+    assert gpus(monkeypatch, 3, "groups.cells=2", workers) == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 1, "groups.cells=2", workers) == dict.fromkeys(BOTH, 0.0)
+
+
+def test_a_pair_on_the_only_device_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus(monkeypatch, 0) == {Role.TARGET: 0.0}
+    assert gpus(monkeypatch, 1) == {Role.TARGET: 1.0}
+    assert gpus(monkeypatch, 8, "models.device=cpu") == {Role.TARGET: 0.0}
+    assert gpus(monkeypatch, 2, "models.draft_in=targets") == {Role.TARGET: 1.0}
+    assert gpus(monkeypatch, 2, "groups.target.num_gpus=0.5") == {Role.TARGET: 0.5, Role.DRAFT: 1.0}
+    assert gpus(monkeypatch, 3, "groups.target.autoscaling.max_replicas=3") == {Role.TARGET: 1.0}
 
 
 def test_a_target_over_several_gpus_gets_all_of_them_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,18 +89,18 @@ def test_a_target_over_several_gpus_gets_all_of_them_or_none(monkeypatch: pytest
 
 
 def test_a_pair_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = {Role.TARGET: 0.5, Role.DRAFT: 0.5}
-    assert gpus(monkeypatch, 1) == shared
-    assert gpus(monkeypatch, 1, "models.device=cuda") == shared
-    assert gpus(monkeypatch, 1, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
-    assert gpus(monkeypatch, 1, "groups.target.num_gpus=1")[Role.TARGET] == 1.0
+    """Where the file asks for draft workers all the same."""
+    shared, workers = {Role.TARGET: 0.5, Role.DRAFT: 0.5}, "models.draft_in=workers"
+    assert gpus(monkeypatch, 1, workers) == shared
+    assert gpus(monkeypatch, 1, workers, "models.device=cuda") == shared
+    assert gpus(monkeypatch, 1, workers, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 1, workers, "groups.target.num_gpus=1")[Role.TARGET] == 1.0
     assert gpus(monkeypatch, 1, "groups.draft.autoscaling.max_replicas=2")[Role.TARGET] == 1.0
-    written_down = settled(load_configuration(None, []))
+    written_down = settled(load_configuration(None, [workers]))
     assert [written_down.group(role).num_gpus for role in written_down.roles] == [0.5, 0.5]
     again = configuration_from(written_down.plain())
     assert again.pair_shares_a_gpu
-    assert again.scheduler_config().shared_device
-    assert not load_configuration(None, []).pair_shares_a_gpu
+    assert not load_configuration(None, [workers]).pair_shares_a_gpu
 
 
 def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
