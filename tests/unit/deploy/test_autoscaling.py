@@ -179,10 +179,11 @@ def test_a_target_counts_as_full_when_its_pages_are() -> None:
 def test_the_file_for_serve_names_the_policy_and_its_rules_beside_the_arguments() -> None:
     scaling = [
         "groups.cells=2",
+        "models.draft_in=workers",
         "groups.target.autoscaling={max_replicas: 3, downscale_delay_seconds: 60}",
         "gateway.autoscaling={max_replicas: 2}",
     ]
-    plain, scaled = (serve_content(load_configuration(None, overrides)) for overrides in (scaling[:1], scaling))
+    plain, scaled = (serve_content(load_configuration(None, overrides)) for overrides in (scaling[:2], scaling))
     (before,), (after,) = plain["applications"], scaled["applications"]
     # Ray replaces every replica when its version of an application changes.
     versions = {get_app_code_version(ServeApplicationSchema.model_validate(one)) for one in (before, after)}
@@ -212,7 +213,7 @@ def test_what_only_this_process_knows_goes_into_the_file(tmp_path: Path, monkeyp
     config = load_configuration(
         None,
         [
-            "models={target: model, draft: model}",
+            "models={target: model, draft: model, draft_in: workers}",
             "groups.target.replicas=3",
             "groups.target.autoscaling.max_replicas=3",
         ],

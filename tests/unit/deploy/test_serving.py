@@ -75,7 +75,8 @@ def test_a_pair_on_the_only_device_is_one_worker(monkeypatch: pytest.MonkeyPatch
     assert gpus(monkeypatch, 1) == {Role.TARGET: 1.0}
     assert gpus(monkeypatch, 8, "models.device=cpu") == {Role.TARGET: 0.0}
     assert gpus(monkeypatch, 2, "models.draft_in=targets") == {Role.TARGET: 1.0}
-    assert gpus(monkeypatch, 2, "groups.target.num_gpus=0.5") == {Role.TARGET: 0.5, Role.DRAFT: 1.0}
+    share = "groups.target={num_gpus: 0.5, kv_memory: 1GiB}"
+    assert gpus(monkeypatch, 2, share, "groups.draft.kv_memory=1GiB") == {Role.TARGET: 0.5, Role.DRAFT: 1.0}
     assert gpus(monkeypatch, 3, "groups.target.autoscaling.max_replicas=3") == {Role.TARGET: 1.0}
 
 
