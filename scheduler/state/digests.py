@@ -7,7 +7,7 @@ does on two machine digits. Every prefix of a list has its digest at hand, so tr
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _MASK = (1 << 60) - 1
 # Odd, so that no two digests become one.
@@ -44,3 +44,10 @@ class DigestedTokens:
     def digest(self, length: int) -> int:
         """Digest of the first `length` tokens. Raises IndexError past the end."""
         return self.digests[length]
+
+    def digest_with(self, more: Iterable[int]) -> int:
+        """Digest of all tokens and these behind them."""
+        digest = self.digests[-1]
+        for token in more:
+            digest = (digest ^ token) * _FACTOR & _MASK
+        return digest

@@ -1,7 +1,7 @@
 """Runs the steps of one worker: turns rows of the protocol into rows of the engine, and their outcomes into replies.
 
-Not thread-safe: `execute` is called from one thread. Other threads may read `sequences` and `free_pages`, which are
-plain lengths.
+Not thread-safe: `execute` and `offer` are called from one thread. Other threads may read `sequences` and `free_pages`,
+which are plain lengths.
 """
 
 from __future__ import annotations
@@ -9,34 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.description import EngineDescription
+from engine.drafting.proposer import Asked, Proposer, Proposers
 from engine.errors import DeviceLostError, one_line
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
-from engine.steps import (
-    AheadProposal,
-    AheadRow,
-    Awaited,
-    Computing,
-    EngineTimings,
-    ProposeRow,
-    RowOutcome,
-    StepOutcome,
-    VerifyRow,
-    never_awaited,
-    no_callback,
-)
+from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
-from scheduler.messages import PromptScoring, Role, RowStatus
+from scheduler.messages import Role, RowResult, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
-from services.rpc.conversion import from_wire, to_wire
-from services.rpc.followed_rows import Followed, followed_to_wire
-from services.rpc.worker_codec import ROLES, ROW_STATUSES, logprobs_to_wire
+from services.rpc.conversion import to_wire
+from services.rpc.worker_codec import ROLES, answers_to_wire
 from services.worker.kv_pages import KvTransfer, WrongEpochError
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
 
@@ -46,12 +34,9 @@ _CACHED_REPLIES = 16
 
 _DRAINING = "the worker is draining and takes no new sequences"
 
-Running = Sequence[tuple[PreparedRow, worker_pb2.Row | None]]
-"""Rows of a step that can run. Those without a message of their own follow another row."""
 
-
-class Engine(Protocol):
-    """What a worker needs of an engine. Rows fail singly, through `RowOutcome.error`."""
+class VerifyingEngine(Protocol):
+    """What a target needs of an engine. Rows fail singly, through `RowOutcome.error`."""
 
     @property
     def description(self) -> EngineDescription: ...
@@ -64,50 +49,59 @@ class Engine(Protocol):
         """Whether every later step must fail, too. Asked after a step that failed as a whole."""
         ...
 
-
-class VerifyingEngine(Engine, Protocol):
     def step(self, rows: Sequence[VerifyRow], computing: Computing) -> StepOutcome: ...
 
 
-class DraftingEngine(Engine, Protocol):
-    def step(self, rows: Sequence[ProposeRow], computing: Computing) -> StepOutcome: ...
+class RemoteDraft(Protocol):
+    """The part of a target that asks draft workers for proposals; also a `Proposer`."""
 
-    def prepare(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome: ...
+    def set_grant(self, grant: worker_pb2.DraftGrant | None) -> None:
+        """Which draft worker may be asked from now on. Called in every step, before anything is asked."""
+        ...
 
 
-SomeEngine = TypeVar("SomeEngine", bound=Engine)
+@dataclass(slots=True)
+class _Offers:
+    """What is to be offered once the reply has left."""
+
+    rows: list[VerifyRow] = field(default_factory=list)
+    outcomes: list[RowOutcome] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
 
 
-class StepExecutor(ABC, Generic[SomeEngine]):
-    """Executes one step at a time for one engine, and keeps the last replies so that a repeated step is safe.
+class StepExecutor:
+    """Executes one step of a target at a time, and keeps the last replies so that a repeated step is safe.
 
     `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. Without a
-    `kv_store`, the worker neither gives KV to other workers nor takes KV from them. `awaited` is set by whoever queues
-    steps.
+    `kv_store`, the worker neither gives KV to other workers nor takes KV from them. `remote` is the part of the
+    `proposer` that asks draft workers, if there is one.
     """
 
-    role: Role
-    awaited: Awaited
+    role = Role.TARGET
 
     def __init__(
         self,
-        engine: SomeEngine,
+        engine: VerifyingEngine,
         worker_epoch: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         kv_store: KvStore | None = None,
         prefix_cache: bool = True,
+        proposer: Proposer | None = None,
+        remote: RemoteDraft | None = None,
     ) -> None:
         self.engine = engine
-        self.awaited = never_awaited
+        self._proposer: Proposer = proposer or Proposers()
+        self._remote = remote
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
-        description = engine.description
-        self._sequences = WorkerSequences(engine.pool, self.role, description, prefix_cache)
+        self._sequences = WorkerSequences(engine.pool, engine.description, prefix_cache, self._proposer.forget)
         self.kv_transfer = KvTransfer(self._sequences, kv_store, self.check_epochs)
         self._scheduler_epoch = 0
         self._last_step_id = -1
         self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
+        self._offers = _Offers()
         self._ended: float | None = None
+        self._offer_seconds = 0.0
         self.draining = False
 
     @property
@@ -147,7 +141,8 @@ class StepExecutor(ABC, Generic[SomeEngine]):
     def execute(
         self, request: worker_pb2.StepRequest, arrived: float, computing: Computing = no_callback
     ) -> worker_pb2.StepReply:
-        """Runs a step that arrived at `arrived`, on `clock`. A repeated step gets the reply that it had before.
+        """Runs a step that arrived at `arrived`, on `clock`. A repeated step gets the reply that it had before. `offer`
+        is to be called once the reply has left, before the next step.
 
         An empty step with id 0 only tells the worker its scheduler's epoch, and may come at any time. A draining worker
         refuses every step with a new sequence, as a whole, and every new scheduler; the sender then goes elsewhere with
@@ -190,26 +185,43 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
         self._sequences.check_integrity()
 
-    @abstractmethod
-    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
-        """Runs the engine on a row or more."""
+    @property
+    def has_offers(self) -> bool:
+        """Whether `offer` has something to do."""
+        return bool(self._offers.rows)
 
-    @abstractmethod
-    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
-        """The tokens after the row's own that have valid KV now."""
+    def offer(self) -> None:
+        """Proposes what the last step asked for. Raises DeviceLostError."""
+        offers, self._offers = self._offers, _Offers()
+        if not offers.rows:
+            return
+        began = self._clock()
+        try:
+            self._proposer.offer(offers.rows, offers.outcomes, offers.digests)
+        except Exception as error:
+            if self.engine.device_lost or isinstance(error, DeviceLostError):
+                raise DeviceLostError(f"the device is lost: {one_line(error)}") from error
+            logger.exception("nothing is proposed after step %d", self._last_step_id)
+        self._ended = self._clock()
+        self._offer_seconds += self._ended - began
 
     def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
         started = self._clock()
         idle = 0.0 if self._ended is None else started - self._ended
+        self._offers = _Offers()
+        if self._remote is not None:
+            self._remote.set_grant(request.grant if request.HasField("grant") else None)
         self._sequences.release(request.released_sequence_ids)
-        replies, running = self._prepare(request.rows)
-        running += self._prepare_following(request.following, len(request.rows), replies)
-        followed: list[Followed | None] = [None] * len(request.following.sequence_ids)
+        results: dict[int, RowResult] = {}
+        running = self._prepare(request.rows, results)
+        running += self._prepare_following(request.following, len(request.rows), results)
         checked = self._clock()
+        rows = self._with_proposals([prepared for _, prepared in running], request.wait_seconds)
+        proposed = self._clock()
         timings = EngineTimings()
         if running:
             try:
-                outcome = self._compute([(prepared, row) for _, prepared, row in running], computing)
+                outcome = self.engine.step(rows, computing)
                 if len(outcome.rows) != len(running):
                     raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
             except Exception as error:
@@ -218,29 +230,24 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                     raise DeviceLostError(f"the device is lost: {one_line(error)}") from error
                 # How far the step came is unknown, so the KV of all its sequences may be wrong.
                 logger.exception("step %d failed as a whole", request.step_id)
-                for index, prepared, _ in running:
+                for place, prepared in running:
                     self._sequences.stop_sharing(prepared.sequence)
                     self._sequences.drop(prepared.sequence.sequence_id)
-                    replies[index] = _failure(prepared.sequence.sequence_id, one_line(error))
+                    results[place] = _failure(prepared.sequence.sequence_id, one_line(error))
             else:
                 timings = outcome.timings
-                for (index, prepared, _), row_outcome in zip(running, outcome.rows, strict=True):
-                    failure = self._settle(prepared, row_outcome)
-                    if failure is not None:
-                        replies[index] = failure
-                        continue
-                    place = index - len(request.rows)
-                    if place < 0 or row_outcome.logprobs:
-                        replies[index] = _reply(prepared, row_outcome)
-                    else:
-                        followed[place] = _followed(prepared, row_outcome)
+                for (place, prepared), row, row_outcome in zip(running, rows, outcome.rows, strict=True):
+                    results[place] = self._settle(prepared, row_outcome, len(row.draft_tokens))
+                    if row.draft_length and results[place].status is RowStatus.OK:
+                        self._add_offer(prepared, row, row_outcome)
+        report = self._proposer.report()
         ended = self._ended = self._clock()
+        offered, self._offer_seconds = self._offer_seconds, 0.0
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
             step_id=request.step_id,
             status=worker_pb2.STEP_STATUS_OK,
-            rows=[replies[index] for index in sorted(replies)],
-            followed=followed_to_wire(followed) if followed else None,
+            rows=answers_to_wire([results[place] for place in range(len(results))]),
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,
@@ -248,67 +255,83 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                 realign=timings.realign,
                 forward=timings.forward,
                 sample=timings.sample,
-                total=ended - started,
+                total=ended - started + offered,
                 packed_rows=timings.batched_tokens,
                 padding_rows=timings.padding_rows,
+                drafting=proposed - checked + offered,
             ),
             free_pages=self.free_pages,
+            drafting=None if report is None else to_wire(worker_pb2.DraftingReport, report, refused_ids=report.refused),
         )
 
-    def _prepare(
-        self, rows: Sequence[worker_pb2.Row]
-    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row | None]]]:
-        """Replies to rows that cannot or need not run, and the other rows as prepared; both by place in the step."""
-        replies: dict[int, worker_pb2.RowReply] = {}
-        running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
+    def _prepare(self, rows: Sequence[worker_pb2.Row], results: dict[int, RowResult]) -> list[tuple[int, PreparedRow]]:
+        """The rows that can run, by their places in the step. Adds the results of the others."""
+        running: list[tuple[int, PreparedRow]] = []
         seen: set[int] = set()
-        outcomes = rows[0].outcomes if rows else 0
-        for index, row in enumerate(rows):
+        for place, row in enumerate(rows):
             sequence_id = row.sequence_id
             if sequence_id in seen:
                 error = f"sequence_id {sequence_id} comes twice in the step"
-                replies[index] = _failure(sequence_id, error, RowStatus.INVALID)
+                results[place] = _failure(sequence_id, error, RowStatus.INVALID)
                 continue
             seen.add(sequence_id)
-            if bool(row.outcomes) != bool(outcomes):
-                error = f"outcomes is {row.outcomes}, and {outcomes} in the first row: all rows have it or none"
-                replies[index] = _failure(sequence_id, error, RowStatus.INVALID)
-                continue
             try:
                 prepared = self._sequences.prepare(row)
             except RowRejectedError as rejected:
-                replies[index] = _rejection(sequence_id, rejected)
+                results[place] = _rejection(sequence_id, rejected)
                 continue
             if prepared.tokens:
-                running.append((index, prepared, row))
+                running.append((place, prepared))
             else:
-                nothing = RowOutcome([])
-                replies[index] = self._settle(prepared, nothing) or _reply(prepared, nothing)
-        return replies, running
-
-    def _prepare_following(
-        self, following: worker_pb2.FollowingRows, first: int, replies: dict[int, worker_pb2.RowReply]
-    ) -> list[tuple[int, PreparedRow, worker_pb2.Row | None]]:
-        """As `_prepare`; the first of them has the place `first`."""
-        running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
-        lengths = following.draft_lengths or [0] * len(following.sequence_ids)
-        columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, lengths, strict=True)
-        for index, columns_of_row in enumerate(columns, first):
-            try:
-                running.append((index, self._sequences.follow(*columns_of_row), None))
-            except RowRejectedError as rejected:
-                replies[index] = _rejection(columns_of_row[0], rejected)
+                results[place] = self._settle(prepared, RowOutcome([]), 0)
         return running
 
-    def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply | None:
-        """Keeps of the sequence what has become valid. Returns the reply to a row that failed, else None."""
+    def _prepare_following(
+        self, following: worker_pb2.FollowingRows, first: int, results: dict[int, RowResult]
+    ) -> list[tuple[int, PreparedRow]]:
+        """As `_prepare`; the first of them has the place `first`."""
+        running: list[tuple[int, PreparedRow]] = []
+        none = [0] * len(following.sequence_ids)
+        optional = following.draft_lengths or none, following.verify or none
+        columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, *optional, strict=True)
+        for place, columns_of_row in enumerate(columns, first):
+            try:
+                running.append((place, self._sequences.follow(*columns_of_row)))
+            except RowRejectedError as rejected:
+                results[place] = _rejection(columns_of_row[0], rejected)
+        return running
+
+    def _with_proposals(self, prepared: Sequence[PreparedRow], wait_seconds: float) -> list[VerifyRow]:
+        """Rows of the engine, which verify what is proposed for them."""
+        rows = [_verify_row(one) for one in prepared]
+        # Where tables cannot be cut anywhere, a rejected token would have the states of its page computed again.
+        verifying = [place for place, one in enumerate(prepared) if one.verify and self.engine.pool.rewinds]
+        asked: list[Asked] = []
+        for place in verifying:
+            tokens, drafting = prepared[place].sequence.tokens, prepared[place].sequence.drafting
+            asked.append(Asked(drafting, tokens.digest(len(tokens)), len(tokens), prepared[place].verify))
+        if asked:
+            size = self.engine.description.vocabulary_size
+            taken = self._proposer.take(asked, wait_seconds)
+            for place, one, proposal in zip(verifying, asked, taken, strict=True):
+                if proposal and (not size or max(proposal) < size):
+                    rows[place].draft_tokens = proposal[: one.most]
+        return rows
+
+    def _add_offer(self, prepared: PreparedRow, row: VerifyRow, outcome: RowOutcome) -> None:
+        tokens = prepared.sequence.tokens
+        self._offers.rows.append(row)
+        self._offers.outcomes.append(outcome)
+        self._offers.digests.append(tokens.digest_with(outcome.tokens[-1:]))
+
+    def _settle(self, prepared: PreparedRow, outcome: RowOutcome, verified: int) -> RowResult:
+        """Keeps of the sequence what has become valid."""
         sequence, error = prepared.sequence, outcome.error
         try:
             if error is None and not outcome.out_of_pages:
                 sampled = outcome.tokens[-1] if outcome.tokens else None
-                proposed = outcome.ahead[0].tokens if outcome.ahead else ()
-                self._sequences.settle(sequence, self._computed(prepared, outcome), sampled, proposed)
-                return None
+                self._sequences.settle(sequence, outcome.tokens[: outcome.accepted], sampled)
+                return _result(prepared, outcome, verified)
             if not outcome.out_of_pages:
                 # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
                 self._sequences.stop_sharing(sequence)
@@ -316,15 +339,10 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         except RuntimeError as broken:
             logger.error("sequence %d: %s", sequence.sequence_id, broken)
             return _failure(sequence.sequence_id, one_line(broken))
-        full = worker_pb2.ROW_STATUS_OUT_OF_PAGES
-        return worker_pb2.RowReply(
-            sequence_id=sequence.sequence_id,
-            status=full if outcome.out_of_pages else worker_pb2.ROW_STATUS_FAILED,
-            kv_len=sequence.table.length,
-            prefix_digest=sequence.digest,
-            error=error or f"{self.free_pages} pages are free",
-            reused=prepared.reused,
-        )
+        status = RowStatus.OUT_OF_PAGES if outcome.out_of_pages else RowStatus.FAILED
+        held = sequence.table.length, sequence.digest
+        said = error or f"{self.free_pages} pages are free"
+        return RowResult(sequence.sequence_id, status, *held, error=said, reused=prepared.reused)
 
     def _refuse(
         self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str
@@ -338,132 +356,49 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         )
 
 
-class TargetStepExecutor(StepExecutor[VerifyingEngine]):
-    """Steps of a target worker: feed, verify, sample."""
-
-    role = Role.TARGET
-
-    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
-        return self.engine.step([_verify_row(prepared, row) for prepared, row in rows], computing)
-
-    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
-        return outcome.tokens[: outcome.accepted]
+TargetStepExecutor = StepExecutor
 
 
-class DraftStepExecutor(StepExecutor[DraftingEngine]):
-    """Steps of a draft worker: feed, propose; or prepare for the outcomes of a verification."""
-
-    role = Role.DRAFT
-
-    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
-        asked = [(prepared, row) for prepared, row in rows if row is not None]
-        if asked[0][1].outcomes:
-            return self.engine.prepare([_ahead_row(*one) for one in asked], computing, self.awaited)
-        return self.engine.step([_propose_row(*one) for one in asked], computing)
-
-    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
-        return prepared.draft_tokens or outcome.tokens[:-1]
-
-
-def _verify_row(prepared: PreparedRow, row: worker_pb2.Row | None) -> VerifyRow:
+def _verify_row(prepared: PreparedRow) -> VerifyRow:
     sequence = prepared.sequence
     return VerifyRow(
         table=sequence.table,
         tokens=prepared.tokens,
-        draft_tokens=prepared.draft_tokens,
-        sample=row is None or row.sample,
+        draft_tokens=(),
+        sample=prepared.sample,
         history=sequence.history,
         prompt_length=sequence.prompt_length,
         sampling=sequence.sampling,
         logits_digests=sequence.logits_digests,
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
-        draft_kv=sequence.draft_kv,
-        scoring=from_wire(PromptScoring, row.scoring) if row is not None and row.HasField("scoring") else None,
+        scoring=prepared.scoring,
         draft_length=prepared.draft_length,
+        drafting=sequence.drafting,
     )
 
 
-def _propose_row(prepared: PreparedRow, row: worker_pb2.Row) -> ProposeRow:
+def _result(prepared: PreparedRow, outcome: RowOutcome, verified: int) -> RowResult:
+    """Of a row that was computed."""
     sequence = prepared.sequence
-    return ProposeRow(
-        table=sequence.table,
-        tokens=prepared.tokens,
-        draft_length=row.draft_length,
-        history=sequence.history,
-        prompt_length=sequence.prompt_length,
-        sampling=sequence.sampling,
-        places=sequence.places,
-        grammar_state=sequence.grammar_state,
-    )
-
-
-def _ahead_row(prepared: PreparedRow, row: worker_pb2.Row) -> AheadRow:
-    sequence = prepared.sequence
-    return AheadRow(
-        table=sequence.table,
-        tokens=prepared.tokens,
-        assumed=prepared.draft_tokens,
-        draft_length=row.draft_length,
-        outcomes=row.outcomes,
-        history=sequence.history,
-        prompt_length=sequence.prompt_length,
-        sampling=sequence.sampling,
-    )
-
-
-def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes:
-    return worker_pb2.Outcomes(
-        accepted=[proposal.accepted for proposal in proposals],
-        tokens=[proposal.token for proposal in proposals],
-        lengths=[len(proposal.tokens) for proposal in proposals],
-        draft_tokens=[token for proposal in proposals for token in proposal.tokens],
-    )
-
-
-def _followed(prepared: PreparedRow, outcome: RowOutcome) -> Followed:
-    proposal = outcome.ahead[0].tokens if outcome.ahead else ()
-    return prepared.sequence.table.length, outcome.tokens, outcome.logits_digests, proposal
-
-
-def _reply(prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
-    """To a row that was computed."""
-    sequence = prepared.sequence
-    reply = worker_pb2.RowReply(
-        sequence_id=sequence.sequence_id,
-        status=worker_pb2.ROW_STATUS_OK,
-        kv_len=sequence.table.length,
-        prefix_digest=sequence.digest,
-        tokens=outcome.tokens,
-        accepted=outcome.accepted,
+    return RowResult(
+        sequence.sequence_id,
+        RowStatus.OK,
+        sequence.table.length,
+        sequence.digest,
+        tuple(outcome.tokens),
+        outcome.accepted,
+        tuple(outcome.logits_digests),
+        tuple(outcome.logprobs),
         reused=prepared.reused,
-    )
-    if outcome.logits_digests:
-        reply.logits_digests.extend(outcome.logits_digests)
-    if outcome.logprobs:
-        reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
-    if outcome.prompt_logprobs:
-        reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
-    if outcome.ahead:
-        reply.outcomes.CopyFrom(_outcomes_to_wire(outcome.ahead))
-    return reply
-
-
-def _rejection(sequence_id: int, rejected: RowRejectedError) -> worker_pb2.RowReply:
-    return worker_pb2.RowReply(
-        sequence_id=sequence_id,
-        status=ROW_STATUSES.to_wire(rejected.status),
-        kv_len=rejected.kv_len,
-        prefix_digest=rejected.digest,
-        error=rejected.error,
+        prompt_logprobs=tuple(outcome.prompt_logprobs),
+        verified=verified,
     )
 
 
-def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:
-    return worker_pb2.RowReply(
-        sequence_id=sequence_id,
-        status=ROW_STATUSES.to_wire(status),
-        kv_len=0,
-        prefix_digest=EMPTY_DIGEST,
-        error=error,
-    )
+def _rejection(sequence_id: int, rejected: RowRejectedError) -> RowResult:
+    return RowResult(sequence_id, rejected.status, rejected.kv_len, rejected.digest, error=rejected.error)
+
+
+def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> RowResult:
+    return RowResult(sequence_id, status, 0, EMPTY_DIGEST, error=error)

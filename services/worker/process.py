@@ -10,7 +10,8 @@ The environment variable SPOOL_CHANNEL_SECURITY says who may call the worker (se
 Everything else that is printed goes to standard error. With `--watch-stdin`, the worker stops when its standard input
 ends, because the process that started it is gone then. SIGTERM and SIGINT stop it too; a running step may end first.
 
-A module of its own makes another engine a worker: it calls `run_worker(parse_arguments(), load)`.
+A module of its own makes another engine a worker: it calls `run_worker(parse_arguments(), load)` with a `load` that
+returns, for a target, `serving(executor)`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TextIO
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.cpu.threads import keep_threads_apart
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.ngram_engine import NgramEngine
+from engine.drafting.proposer import Lookup, Proposer, Proposers
 from engine.errors import one_line
 from engine.settings import EngineSettings
 from protos import worker_pb2
@@ -40,21 +40,30 @@ from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.rpc.conversion import to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.workers.pairing import check_pairing
+from services.worker.base_server import BaseWorkerServer, step_thread
 from services.worker.ending import end_process
-from services.worker.executor import DraftingEngine, DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from services.worker.gang import Gang
-from services.worker.server import WorkerServer, step_thread
+from services.worker.server import WorkerServer
+
+if TYPE_CHECKING:
+    from engine.drafting.model_draft import DraftEngine
+    from engine.target import TargetEngine
 
 logger = logging.getLogger(__name__)
 
 NGRAM_MODEL = "ngram"
+"""The own draft of a target that has prompt lookup alone."""
 
 Progress = Callable[[str, float | None], None]
+
+Serve = Callable[["WorkerArguments", ThreadPoolExecutor], BaseWorkerServer]
+"""Makes the server of a worker that is loaded; called on the event loop, with the thread that has loaded it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerArguments:
-    """The command line of a worker. `settings` is handed to the engine unchanged."""
+    """The command line of a worker, and who may call it and is called. `settings` is handed to the engine unchanged."""
 
     role: Role
     settings: dict[str, Any]
@@ -62,6 +71,7 @@ class WorkerArguments:
     port: int = 0
     watch_stdin: bool = False
     grace_seconds: float = 5.0
+    security: ChannelSecurity = field(default_factory=ChannelSecurity)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
@@ -106,8 +116,8 @@ class EventPipe:
         self.send("loading", message=message, fraction=fraction)
 
 
-def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Progress], StepExecutor[Any]]) -> int:
-    """Loads an executor, serves it until the process is to stop, and returns the exit code of the process.
+def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Progress], Serve]) -> int:
+    """Loads a worker, serves it until the process is to stop, and returns the exit code of the process.
 
     If `load` or the start of the server fails, the launcher gets the reason as one line.
     """
@@ -115,31 +125,26 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
     try:
         # Removed from the environment, so that processes started by libraries do not inherit it.
         security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE, "{}"))
+        arguments = replace(arguments, security=security)
         if arguments.watch_stdin:
             stop_when_stdin_ends()
         thread = step_thread()
-        executor = thread.submit(load, arguments, events.loading).result()
+        serve = thread.submit(load, arguments, events.loading).result()
         keep_loaded_objects()
-        return asyncio.run(serve_worker(executor, thread, events, arguments, security))
+        return asyncio.run(serve_worker(serve, thread, events, arguments))
     except Exception as error:
         logger.exception("the %s worker did not start", arguments.role.value)
         events.send("failed", error=one_line(error))
         return 1
 
 
-async def serve_worker(
-    executor: StepExecutor[Any],
-    thread: ThreadPoolExecutor,
-    events: EventPipe,
-    arguments: WorkerArguments,
-    security: ChannelSecurity,
-) -> int:
+async def serve_worker(serve: Serve, thread: ThreadPoolExecutor, events: EventPipe, arguments: WorkerArguments) -> int:
     """Serves until SIGTERM or SIGINT. Exit code 0, or 1 if a step was still running after the grace."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = WorkerServer(executor, arguments.host, arguments.port, thread=thread, security=security)
+    server = serve(arguments, thread)
     address = await server.start()
     events.send("ready", address=address, process_id=os.getpid())
     await stop.wait()
@@ -150,20 +155,27 @@ async def serve_worker(
     return 0
 
 
-def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
-    """The executor of a real engine for the role and the settings (see engine/settings.py).
+def serving(executor: StepExecutor) -> Serve:
+    """Of a target with this executor."""
+    return lambda arguments, thread: WorkerServer(
+        executor, arguments.host, arguments.port, thread=thread, security=arguments.security
+    )
 
-    The model `ngram` is a draft that needs no model. Engines are imported here and not above: only worker processes may
-    import torch, and only once their environment is set up.
+
+def load_worker(arguments: WorkerArguments, progress: Progress) -> Serve:
+    """A worker with a real engine for the role and the settings (see engine/settings.py).
+
+    Engines are imported in the functions below and not above: only worker processes may import torch, and only once
+    their environment is set up.
     """
-    settings = EngineSettings.from_plain(arguments.settings)
-    if arguments.role is Role.TARGET and settings.lookup_match is not None:
-        raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
     if arguments.role is Role.DRAFT:
-        if settings.tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
-        draft, shares = _load_draft(settings, progress)
-        return DraftStepExecutor(draft, prefix_cache=shares)
+        raise NotImplementedError
+    return serving(load_executor(arguments, progress))
+
+
+def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecutor:
+    """The executor of a target."""
+    settings = EngineSettings.from_plain(arguments.settings)
     keep_threads_apart(settings)
     with importing():
         from engine.models.loading import load_target_engine
@@ -171,25 +183,39 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     engine = load_target_engine(settings, progress, None if gang is None else gang.start)
     if gang is not None:
         gang.loaded()
+    lookup = None if settings.lookup_match is None else Lookup(settings.lookup_match)
+    own: Proposer | None = engine.head
     if settings.inside_draft is not None:
-        draft, shares = _load_draft(settings.inside_draft, progress)
-        found = [
-            to_wire(worker_pb2.WorkerDescription, one.description, role=ROLES.to_wire(role))
-            for one, role in ((draft, Role.DRAFT), (engine, Role.TARGET))
-        ]
-        check_pairing("inside", found[0], [("target", found[1])])
-        engine.draft_with(InsideDrafting(draft, shares), draft.description.model_id)
-    return TargetStepExecutor(engine, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache)
+        own = _load_inside(engine, settings.inside_draft, progress)
+    elif lookup is not None and own is None:
+        engine.drafted_by(NGRAM_MODEL)
+    proposer = Proposers(lookup, own)
+    return StepExecutor(engine, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache, proposer=proposer)
 
 
-def _load_draft(settings: EngineSettings, progress: Progress) -> tuple[DraftingEngine, bool]:
-    """Also gives whether its sequences are to share pages: prompt lookup keeps no KV."""
-    if settings.model == NGRAM_MODEL:
-        return NgramEngine(), False
+def _load_inside(engine: TargetEngine, settings: EngineSettings, progress: Progress) -> Proposer:
+    """A draft that runs in the process of its target. Raises ValueError where it does not fit."""
+    from engine.drafting.inside_target import InsideDrafting
+    from engine.drafting.model_drafting import ModelDrafting
+
+    draft = load_draft(settings, progress)
+    found = [
+        to_wire(worker_pb2.WorkerDescription, one.description, role=ROLES.to_wire(role))
+        for one, role in ((draft, Role.DRAFT), (engine, Role.TARGET))
+    ]
+    check_pairing("inside", found[0], [("target", found[1])])
+    engine.drafted_by(draft.description.model_id)
+    return InsideDrafting(ModelDrafting(draft, settings.prefix_cache))
+
+
+def load_draft(settings: EngineSettings, progress: Progress) -> DraftEngine:
+    """Raises ValueError for settings that no draft can have, and what loading raises."""
+    if settings.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
     keep_threads_apart(settings)
     with importing():
         from engine.models.loading import load_draft_engine
-    return load_draft_engine(settings, progress), settings.prefix_cache
+    return load_draft_engine(settings, progress)
 
 
 def stop_when_stdin_ends() -> None:
@@ -204,7 +230,7 @@ def stop_when_stdin_ends() -> None:
 
 
 def main() -> int:
-    return run_worker(parse_arguments(), load_executor)
+    return run_worker(parse_arguments(), load_worker)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from engine.errors import DeviceLostError
 from protos import worker_pb2
@@ -20,15 +19,15 @@ class StepQueue:
     A device that is lost ends the process: its scheduler then recovers as from a kill.
 
     Where another step waits, the loop learns of a step's end only once the next pass is computing. Both threads share
-    one interpreter: so the loop handles the reply during a pass, instead of delaying its start.
+    one interpreter: so the loop handles the reply during a pass, instead of delaying its start. It learns of it at once
+    where proposals are made before the next step.
     """
 
-    def __init__(self, executor: StepExecutor[Any], thread: ThreadPoolExecutor) -> None:
+    def __init__(self, executor: StepExecutor, thread: ThreadPoolExecutor) -> None:
         self._executor = executor
         self._thread = thread
         # Each is written by one of the two threads only.
         self._added = self._begun = 0
-        executor.awaited = self._awaited
         # Filled by one thread and emptied by the other.
         self._ended: deque[tuple[asyncio.Future[worker_pb2.StepReply], worker_pb2.StepReply | Exception]] = deque()
         self._began: float | None = None
@@ -42,10 +41,6 @@ class StepQueue:
         self._added += 1
         self._thread.submit(self._run, request, self._executor.clock(), reply, loop)
         return reply
-
-    def _awaited(self) -> bool:
-        """Whether a step waits; to be asked in the thread while another one runs."""
-        return self._added > self._begun
 
     def running_seconds(self) -> float | None:
         """How long the present step has been running; None between steps."""
@@ -64,17 +59,33 @@ class StepQueue:
         if not reply.cancelled():
             self._began = time.monotonic()
             try:
-                outcome: worker_pb2.StepReply | Exception = self._executor.execute(
-                    request, arrived, lambda: self._tell(loop)
-                )
+                self._execute(request, arrived, reply, loop)
             except DeviceLostError as error:
                 end_process(str(error))
-            except Exception as error:
-                outcome = error
             self._began = None
-            self._ended.append((reply, outcome))
         if self._begun == self._added:
             self._tell(loop)
+
+    def _execute(
+        self,
+        request: worker_pb2.StepRequest,
+        arrived: float,
+        reply: asyncio.Future[worker_pb2.StepReply],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Raises DeviceLostError."""
+        try:
+            outcome: worker_pb2.StepReply | Exception = self._executor.execute(
+                request, arrived, lambda: self._tell(loop)
+            )
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            outcome = error
+        self._ended.append((reply, outcome))
+        if self._executor.has_offers:
+            self._tell(loop)
+            self._executor.offer()
 
     def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._ended:

@@ -10,17 +10,17 @@ and `settle` offers the pages that the sequence has filled with committed tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.description import EngineDescription
 from engine.drafting.draft_kv import DraftKv
-from engine.drafting.prompt_lookup import TokenPlaces
+from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
 from engine.sampling.grammars import GrammarState
 from protos import worker_pb2
-from scheduler.messages import MAX_SCORED_TOKENS, Role, RowStatus
+from scheduler.messages import MAX_SCORED_TOKENS, PromptScoring, RowStatus
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.rpc.conversion import from_wire
@@ -43,19 +43,16 @@ class WorkerSequence:
     top_logprobs: int | None
     tokens: DigestedTokens = field(default_factory=DigestedTokens)
     table: PageTable = field(default_factory=PageTable)
-    places: TokenPlaces = field(default_factory=TokenPlaces)
     grammar_state: GrammarState = field(default_factory=GrammarState)
-    draft_kv: DraftKv = field(default_factory=DraftKv)
+    drafting: SequenceDrafting = field(default_factory=SequenceDrafting)
     committed: Sequence[int] = ()
     ahead: bool = True
     agreed: int = 0
     page_keys: list[PageKey] | None = None
     sampled: int | None = None
     """What the last row has sampled, behind all of `tokens`; None where it has sampled nothing."""
-    proposed: Sequence[int] = ()
-    """What the target's own draft has proposed after `sampled`."""
     fed: int = 0
-    """Where the last row's own tokens ended, which it has sampled after, and verified."""
+    """Where the last row's own tokens ended, which it has sampled after."""
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
 
@@ -69,8 +66,7 @@ class WorkerSequence:
 
     def truncate_tokens(self, length: int) -> None:
         self.tokens.truncate(length)
-        self.places.truncate(length)
-        self.draft_kv.truncate(length)
+        self.drafting.truncate(length)
         self.agreed = min(self.agreed, length)
 
     def feeds_committed(self, end: int) -> bool:
@@ -85,16 +81,18 @@ class WorkerSequence:
 
 @dataclass(slots=True)
 class PreparedRow:
-    """A row that can run: `tokens` are to be fed from position `start` on, then `draft_tokens`, and `draft_length`
-    tokens proposed; `reused` positions before `start` were taken over from other sequences. Without tokens there is
-    nothing to compute."""
+    """A row that can run: `tokens` are to be fed from position `start` on, and at most `verify` proposed ones verified
+    after them; `reused` positions before `start` were taken over from other sequences. Without tokens there is nothing
+    to compute. The others as in `worker_pb2.Row`."""
 
     sequence: WorkerSequence
     start: int
     tokens: Sequence[int]
     reused: int = 0
-    draft_tokens: Sequence[int] = ()
+    verify: int = 0
     draft_length: int = 0
+    sample: bool = True
+    scoring: PromptScoring | None = None
 
 
 class RowRejectedError(Exception):
@@ -109,15 +107,19 @@ class RowRejectedError(Exception):
 
 
 class WorkerSequences:
-    """All sequences of one worker of the given role.
+    """All sequences of one target. With a `vocabulary_size` of 0 in the engine's description, it takes every token id.
+    `forget` is called once a sequence is no longer here."""
 
-    With a `vocabulary_size` of 0 in the engine's description, every token id is accepted.
-    """
-
-    def __init__(self, pool: PagePool, role: Role, engine: EngineDescription, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        engine: EngineDescription,
+        prefix_cache: bool,
+        forget: Callable[[SequenceDrafting], None],
+    ) -> None:
         self._pool = pool
-        self._role = role
         self._engine = engine
+        self._forget = forget
         self._prefixes = PrefixCache(pool) if prefix_cache else None
         self._sequences: dict[int, WorkerSequence] = {}
         self._expected: dict[int, WorkerSequence] = {}
@@ -155,25 +157,22 @@ class WorkerSequences:
             if held.page_keys is not None:
                 del held.page_keys[start // self._pool.page_size + 1 :]
         held.tokens.extend(fed)
-        self._take_over(
-            held, end, row.sample or row.draft_length > 0, row.scoring.first if row.HasField("scoring") else None
-        )
-        start = held.table.length
-        tokens, draft_tokens = held.history[start:end], list(row.draft_tokens)
-        if len(tokens) + len(draft_tokens) > self._engine.max_num_batched_tokens:
+        scoring = from_wire(PromptScoring, row.scoring) if row.HasField("scoring") else None
+        self._take_over(held, end, row.sample, None if scoring is None else scoring.first)
+        start, most = held.table.length, self._engine.max_num_batched_tokens
+        tokens, reused = held.history[start:end], max(0, start - kept)
+        if len(tokens) > most:
             held.truncate_tokens(start)
-            most = self._engine.max_num_batched_tokens
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens, row.draft_length)
+        verify = min(row.verify, most - len(tokens))
+        return PreparedRow(held, start, tokens, reused, verify, row.draft_length, row.sample, scoring)
 
-    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int) -> PreparedRow:
-        """As `prepare`, for a row that feeds the token which the sequence's last row has sampled, and what was proposed
-        after it. `kv_len` is where that row's own tokens must have ended.
+    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int, verify: int) -> PreparedRow:
+        """As `prepare`, for a row that feeds the token which the sequence's last row has sampled. `kv_len` is where the
+        own tokens of that row must have ended.
 
         Raises RowRejectedError where that row is not here, or has sampled none or one that ends the sequence's grammar.
         """
-        if self._role is Role.DRAFT:
-            raise RowRejectedError(RowStatus.INVALID, "following rows are for target workers, this is a draft worker")
         held = self._sequences.get(sequence_id)
         token = None if held is None else held.sampled
         if held is None or token is None or held.fed != kv_len or held.tokens.digest(kv_len) != prefix_digest:
@@ -182,37 +181,33 @@ class WorkerSequences:
         grammar = held.sampling.grammar
         if grammar is not None and token in grammar.end_token_ids:
             raise RowRejectedError(RowStatus.VOID, "the row that it follows has ended the sequence's grammar", held)
-        start, proposed = held.table.length, held.proposed
-        if (length := start + 1 + len(proposed)) > self._engine.max_sequence_length:
+        start = held.table.length
+        if (length := start + 1) > self._engine.max_sequence_length:
             error = f"the row would reach {length} tokens, must be at most {self._engine.max_sequence_length}"
             raise RowRejectedError(RowStatus.INVALID, error, held)
         held.sampled = None
         fed = (token,)
         held.tokens.extend(fed)
-        return PreparedRow(held, start, fed, 0, proposed, draft_length)
+        # Where the row begins depends on how many proposed tokens the row before has accepted.
+        verify = min(verify, self._engine.max_sequence_length - length, self._engine.max_num_batched_tokens - 1)
+        return PreparedRow(held, start, fed, 0, verify, draft_length)
 
-    def settle(
-        self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None, proposed: Sequence[int] = ()
-    ) -> None:
-        """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
-        `sampled` the one behind them, and its own draft has `proposed` more.
+    def settle(self, sequence: WorkerSequence, accepted: Sequence[int], sampled: int | None) -> None:
+        """After the engine ran: the `accepted` tokens after the row's own have valid KV now, and the one behind them is
+        `sampled`.
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
-        sequence.sampled, sequence.proposed = sampled, proposed
-        length = sequence.table.length
-        sequence.fed = known = committed = len(sequence.history)
-        if computed:
-            sequence.tokens.extend(computed)
-            known += len(computed)
-            # Tokens that a draft computes beyond its row are a proposal, and not committed.
-            committed = known if self._role is Role.TARGET else committed
+        sequence.sampled = sampled
+        sequence.fed = len(sequence.history)
+        sequence.tokens.extend(accepted)
+        known, length = len(sequence.history), sequence.table.length
         if known != length:
             self.stop_sharing(sequence)
             self.drop(sequence.sequence_id)
             raise RuntimeError(f"the engine left KV for {length} positions, must be {known}")
-        self._register(sequence, committed)
-        self._pool.trim(sequence.table, committed)
+        self._register(sequence)
+        self._pool.trim(sequence.table, known)
 
     def revert(self, sequence: WorkerSequence, start: int) -> None:
         """After the engine refused the row and changed nothing: takes the row's tokens off the list again.
@@ -237,7 +232,7 @@ class WorkerSequences:
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None:
             self._pool.free(sequence.table)
-            sequence.draft_kv.drop()
+            self._forget(sequence.drafting)
 
     def held(self, sequence_id: int, kv_len: int, prefix_digest: int) -> WorkerSequence:
         """The sequence, which must hold exactly `kv_len` positions with this digest. Raises RowRejectedError."""
@@ -283,7 +278,7 @@ class WorkerSequences:
             raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence.sequence_id} is not expected any more")
         self._sequences[sequence.sequence_id] = self._expected.pop(sequence.sequence_id)
         sequence.untouched = True
-        self._register(sequence, len(sequence.tokens))
+        self._register(sequence)
 
     def give_up(self, sequence: WorkerSequence) -> None:
         """Frees the pages of an expected sequence, or of an adopted one for which no row has come yet."""
@@ -318,7 +313,7 @@ class WorkerSequences:
         try:
             opened = open_sequence(row.sequence_id, row.parameters) if row.HasField("parameters") else None
             _fill_in(row, opened or held)
-            _check_row(row, self._role, self._engine)
+            _check_row(row, self._engine)
         except ValueError as error:
             raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
         if held is None:
@@ -329,25 +324,26 @@ class WorkerSequences:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
             held.committed, held.ahead, held.agreed = opened.committed, True, 0
+            held.drafting.expected = opened.drafting.expected
         held.untouched = False
         return held
 
     def _kept(self, held: WorkerSequence, row: worker_pb2.Row, tokens: Sequence[int]) -> int:
         """How many positions the row leaves of its sequence: `kv_len`, and those of the row's own tokens that have KV.
 
-        A token whose logits are wanted is fed in any case. A target that has KV of all the row's tokens keeps what lies
-        behind them as well; a draft has a proposal there. A row that opens its sequence wants all of it computed.
+        A token whose logits are wanted is fed in any case. Where all the row's tokens have KV, what lies behind them is
+        kept as well. A row that opens its sequence wants all of it computed.
         """
         if held.table.length == row.kv_len or row.HasField("parameters"):
             return row.kv_len
         end = row.kv_len + len(tokens)
-        most = min(end - (row.sample or row.draft_length > 0), held.table.length)
+        most = min(end - row.sample, held.table.length)
         if row.HasField("scoring"):
             most = min(most, row.scoring.first - 1)
         kept = row.kv_len
         while kept < most and held.history[kept] == tokens[kept - row.kv_len]:
             kept += 1
-        return held.table.length if kept == end and self._role is Role.TARGET else kept
+        return held.table.length if kept == end else kept
 
     def _take_over(self, sequence: WorkerSequence, end: int, computes: bool, scored: int | None) -> None:
         """Takes over known pages of the tokens up to `end`, or of all committed tokens where the row only computes KV.
@@ -365,9 +361,9 @@ class WorkerSequences:
             self._prefixes.share(sequence.table, sequence.page_keys, known, limit)
             sequence.tokens.extend(known[len(sequence.tokens) : sequence.table.length])
 
-    def _register(self, sequence: WorkerSequence, committed: int) -> None:
-        """Offers the pages that the sequence has filled with its first `committed` tokens to other sequences."""
-        keys = sequence.page_keys
+    def _register(self, sequence: WorkerSequence) -> None:
+        """Offers the pages that the sequence has filled to other sequences."""
+        keys, committed = sequence.page_keys, len(sequence.history)
         if self._prefixes is not None and keys is not None and len(keys) * self._pool.page_size <= committed:
             self._prefixes.register(sequence.table, keys, sequence.history, committed)
 
@@ -376,6 +372,7 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
     """A sequence of which nothing is held yet. Raises ValueError naming the field that is out of range."""
     if parameters.prompt_length < 1:
         raise ValueError(f"prompt_length is {parameters.prompt_length}, must be at least 1")
+    scope = parameters.cache_scope
     return WorkerSequence(
         sequence_id,
         parameters.prompt_length,
@@ -383,8 +380,8 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
         parameters.logits_digests,
         parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         committed=tuple(parameters.committed_tokens),
-        page_keys=[parameters.cache_scope],
-        draft_kv=DraftKv([parameters.cache_scope]),
+        page_keys=[scope],
+        drafting=SequenceDrafting(sequence_id, scope, tuple(parameters.expected_output), DraftKv([scope])),
     )
 
 
@@ -399,41 +396,22 @@ def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
         row.known_tokens = 0
 
 
-def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
+def _check_row(row: worker_pb2.Row, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    tokens, draft_tokens, draft_length = row.tokens, row.draft_tokens, row.draft_length
+    tokens, verify = row.tokens, row.verify
     fed = len(tokens) + row.known_tokens
     if not fed:
         raise ValueError("tokens is empty, must hold at least one token to feed")
-    if role is Role.DRAFT:
-        if row.sample or row.HasField("scoring") or (draft_tokens and not row.outcomes):
-            raise ValueError(
-                "sample, scoring, and draft_tokens without outcomes are for target workers, this is a draft worker"
-            )
-        if row.outcomes and not draft_length:
-            raise ValueError(f"draft_length is 0 with {row.outcomes} outcomes, must be at least 1")
-        # After an outcome, the token that the target chose is fed as well.
-        behind = len(draft_tokens) + draft_length if row.outcomes else max(draft_length - 1, 0)
-    else:
-        if row.outcomes:
-            raise ValueError(f"outcomes is {row.outcomes}, must be 0 on a target worker")
-        if draft_length and not (engine.own_draft_id and row.sample):
-            raise ValueError(
-                f"draft_length is {draft_length}, must be 0 on a target worker without a draft, and without sample"
-            )
-        if draft_tokens and not row.sample:
-            raise ValueError("draft_tokens came without sample, nothing would verify them")
-        behind = len(draft_tokens)
-        if row.HasField("scoring"):
-            _check_scoring(row, engine)
+    if verify and not row.sample:
+        raise ValueError(f"verify is {verify}, must be 0 without sample")
+    if row.HasField("scoring"):
+        _check_scoring(row, engine)
     most = engine.max_sequence_length
-    length = row.kv_len + fed + behind
+    length = row.kv_len + fed + verify
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
     if tokens:
         _check_tokens("tokens", tokens, engine)
-    if draft_tokens:
-        _check_tokens("draft_tokens", draft_tokens, engine)
     if row.HasField("parameters") and (committed := row.parameters.committed_tokens):
         if len(committed) > most:
             raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")

@@ -26,7 +26,7 @@ class WorkerServer(BaseWorkerServer):
 
     def __init__(
         self,
-        executor: StepExecutor[Any],
+        executor: StepExecutor,
         host: str = "127.0.0.1",
         port: int = 0,
         *,
