@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.drafting.inside_target import InsideDrafting
+from engine.drafting.model_drafting import Draft, ModelDrafting
+from engine.drafting.proposer import Lookup, Proposer, Proposers
+from engine.target import TargetEngine
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
@@ -16,7 +20,6 @@ from scheduler.messages import (
     FailSequence,
     FinishReason,
     FinishSequence,
-    Role,
     SendStep,
     SequenceRequest,
     SequenceSubmitted,
@@ -31,7 +34,7 @@ from services.worker.executor import StepExecutor
 
 # Workers live on from run to run; every run is a new scheduler to them.
 _scheduler_epochs = itertools.count(1)
-_STEP_SECONDS = {Role.DRAFT: 0.004, Role.TARGET: 0.010}
+_STEP_SECONDS = 0.010
 
 
 @dataclass
@@ -58,8 +61,22 @@ def requests_of(
     ]
 
 
+def executor_of(
+    engine: TargetEngine, draft: Draft | None = None, lookup_match: int | None = None, **options: Any
+) -> StepExecutor:
+    """Of a target that has a `draft` in its process, or prompt lookup, or both; without them its head, if it has one.
+    `options` are those of the executor."""
+    lookup = None if lookup_match is None else Lookup(lookup_match)
+    own: Proposer | None = engine.head
+    if draft is not None:
+        own = InsideDrafting(ModelDrafting(draft, options.get("prefix_cache", True)))
+    if draft is not None or (lookup is not None and own is None):
+        engine.drafted_by("draft")
+    return StepExecutor(engine, proposer=Proposers(lookup, own), **options)
+
+
 def run_in_process(
-    config: SchedulerConfig, workers: Mapping[str, StepExecutor[Any]], requests: Iterable[SequenceRequest]
+    config: SchedulerConfig, workers: Mapping[str, StepExecutor], requests: Iterable[SequenceRequest]
 ) -> dict[int, Output]:
     """Runs all requests to their end. Raises RuntimeError if the core comes to a standstill before."""
     core = SchedulerCore(config)
@@ -74,10 +91,10 @@ def run_in_process(
                 case SendStep():
                     executor = workers[command.worker_id]
                     reply = executor.execute(step_to_wire(command, executor.worker_epoch, scheduler_epoch), now)
-                    seconds = _STEP_SECONDS[executor.role]
-                    free_at[command.worker_id] = end = max(now, free_at[command.worker_id]) + seconds
+                    executor.offer()
+                    free_at[command.worker_id] = end = max(now, free_at[command.worker_id]) + _STEP_SECONDS
                     results = results_from_wire(command, reply)
-                    completed = StepCompleted(command.worker_id, command.step_id, results, seconds)
+                    completed = StepCompleted(command.worker_id, command.step_id, results, _STEP_SECONDS)
                     heapq.heappush(running, (end, command.step_id, completed))
                 case EmitTokens():
                     output = outputs[command.sequence_id]
@@ -117,5 +134,5 @@ def run_in_process(
     return outputs
 
 
-def _spec(worker_id: str, executor: StepExecutor[Any]) -> WorkerSpec:
+def _spec(worker_id: str, executor: StepExecutor) -> WorkerSpec:
     return spec_from_wire(worker_id, executor.describe())

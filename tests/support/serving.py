@@ -20,7 +20,7 @@ from scheduler.messages import SequenceRequest
 from scheduler.sampling import Grammar, SamplingParameters
 from services.gateway.grammar_check import definition
 from services.text.tokenizer import ModelTokenizer
-from services.worker.executor import TargetStepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.changed_workers import slow_steps
 from tests.support.command_line import spool
 from tests.support.in_process import run_in_process
@@ -38,7 +38,7 @@ class PlainDecoder:
     def __init__(self, folder: Path, dtype: str = "float32", engine: Mapping[str, int] = ENGINE) -> None:
         self._tokenizer = ModelTokenizer(folder)
         settings = EngineSettings(str(folder), dtype=dtype, threads=1, **engine)
-        self._executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
+        self._executor = StepExecutor(load_target_engine(settings, lambda *_: None))
         self._answers: dict[Case, str] = {}
 
     def __call__(self, asked: Sequence[Case]) -> list[str]:

@@ -20,8 +20,8 @@ from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import Role, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from services.worker.process import Progress, WorkerArguments, parse_arguments, run_worker
+from services.worker.executor import StepExecutor
+from services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker, serving
 
 MODEL = "stand-in"
 VOCABULARY = 1000
@@ -188,7 +188,7 @@ class StandInEngine:
         return [token for page in table.pages for token in self._stored[page]][: table.length]
 
 
-def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
+def load(arguments: WorkerArguments, progress: Progress) -> Serve:
     settings = dict(arguments.settings)
     progress("thinking", None)
     if "fail" in settings:
@@ -202,7 +202,9 @@ def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
     progress("thinking", 1.0)
     print("what libraries print does not disturb the launcher")
     engine = StandInEngine(**settings)
-    return TargetStepExecutor(engine) if arguments.role is Role.TARGET else DraftStepExecutor(engine)
+    if arguments.role is Role.DRAFT:
+        raise NotImplementedError
+    return serving(StepExecutor(engine))
 
 
 if __name__ == "__main__":

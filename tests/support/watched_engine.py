@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.steps import Computing, StepOutcome, VerifyRow
 from services.worker.executor import StepExecutor
@@ -54,7 +53,7 @@ class WatchedEngine:
     gate: Gate = field(default_factory=Gate)
     drafts: list[VerifiedDraft] = field(default_factory=list)
 
-    def watch(self, executor: StepExecutor[Any]) -> None:
+    def watch(self, executor: StepExecutor) -> None:
         step = executor.engine.step
 
         def watched(rows: Sequence[VerifyRow], computing: Computing) -> StepOutcome:

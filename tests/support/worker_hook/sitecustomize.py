@@ -20,7 +20,7 @@ _PARTS = {_POISON[place : place + _LENGTH] for place in range(len(_POISON) - _LE
 _execute = StepExecutor.execute
 
 
-def _changed(self: StepExecutor[Any], request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
+def _changed(self: StepExecutor, request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
     began = time.monotonic()
     for row in request.rows:
         tokens = (*row.parameters.committed_tokens, *row.tokens)
