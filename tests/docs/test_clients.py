@@ -18,7 +18,6 @@ from engine.models.source import demo_chat_template
 from engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
-from services.worker.executor import TargetStepExecutor
 from tests.docs.documents import COMMANDS, ROOT, Command, blocks_like
 from tests.support.command_line import SPOOL, save_tokenizer
 from tests.support.gateway import Gateways, Served, running_cell, stand_in_gateways
@@ -85,8 +84,7 @@ def test_log_probabilities_of_rollouts_come_again_with_the_same_bits(tmp_path: P
     folder, _ = save_tiny_pair("llama", tmp_path)
     save_tokenizer(folder)
     settings = EngineSettings(str(folder), threads=1, page_size=16, kv_pages=200, max_num_batched_tokens=96)
-    target = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
-    cell = running_cell(drafts=0, executors=[target])
+    cell = running_cell(drafts=0, target=load_target_engine(settings, lambda *_: None))
     with Gateways(ModelTokenizer(folder), cell) as gateways, gateways.serve() as served:
         said = run(served, str(EXAMPLES / "rollout.py"), str(folder), folder=tmp_path)
     assert said.count("48 log probabilities, all equal\n") == 4, said

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.server import DraftServer
+
+from engine.drafting.model_drafting import Draft
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend.interface import GenerationRequest
@@ -27,10 +31,11 @@ from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import RecoveryListener, SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.base_server import BaseWorkerServer
+from services.worker.executor import StepExecutor, VerifyingEngine
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
-from tests.support.stand_in_worker import MODEL, StandInEngine, continuation
+from tests.support.stand_in_worker import MODEL, StandInEngine, continuation, target_executor
 from tests.support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
@@ -60,17 +65,24 @@ class Whereabouts:
 
 @dataclass
 class Worker:
-    """One worker in this process, its steps in a thread."""
+    """One worker in this process, which computes in a thread."""
 
     worker_id: str
-    executor: StepExecutor[Any]
-    server: WorkerServer
+    role: Role
+    server: BaseWorkerServer
     registration: WorkerRegistration
     address: str
+    target: StepExecutor | None
+
+    @property
+    def executor(self) -> StepExecutor:
+        """Of a target."""
+        assert self.target is not None, f"{self.worker_id} is a draft"
+        return self.target
 
     @property
     def pages_in_use(self) -> int:
-        description = self.executor.describe()
+        description = self.server.describe()
         return description.total_pages - description.free_pages
 
 
@@ -80,23 +92,30 @@ async def running_worker(
     role: Role,
     resolve: Whereabouts,
     security: ChannelSecurity = OPEN,
-    executor: StepExecutor[Any] | None = None,
+    target: VerifyingEngine | None = None,
+    draft: Draft | None = None,
     **settings: Any,
 ) -> AsyncIterator[Worker]:
-    """`settings` are those of a stand-in, unless there is an `executor`."""
-    if executor is None:
-        engine = StandInEngine(**settings)
-        kind = TargetStepExecutor if role is Role.TARGET else DraftStepExecutor
-        executor = kind(engine, kv_store=engine.kv_store)
-    server = WorkerServer(executor, security=security)
+    """`settings` are those of a stand-in, unless there is an engine for the role."""
+    server: BaseWorkerServer
+    executor = remote = None
+    if role is Role.DRAFT:
+        server = DraftServer(draft or StandInEngine(**settings), security=security)
+    else:
+        target = target or StandInEngine(**settings)
+        remote = RemoteProposer(target.description.vocabulary_size, security)
+        executor = target_executor(target, remote)
+        server = WorkerServer(executor, security=security)
     address = await server.start()
     registration = WorkerRegistration(worker_id, address, server, resolve, security=security, options=REGISTRATION)
     registration.start()
     try:
-        yield Worker(worker_id, executor, server, registration, address)
+        yield Worker(worker_id, role, server, registration, address, executor)
     finally:
         await registration.close()
         await server.stop(1)
+        if remote is not None:
+            await asyncio.to_thread(remote.close)
 
 
 @dataclass
@@ -161,20 +180,20 @@ async def running_cell(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     observers: Sequence[ServiceObserver] = (),
-    executors: Sequence[StepExecutor[Any]] = (),
+    target: VerifyingEngine | None = None,
+    draft: Draft | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cell]:
-    """A scheduler and workers that are in use: `executors` if given, else stand-ins with these `settings`."""
+    """A scheduler and workers that are in use: with these engines if given, else stand-ins with these `settings`."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         service, server = await stack.enter_async_context(
             running_scheduler(resolve, config, security, sessions, registry, observers=observers)
         )
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
-        given = {executor.role: executor for executor in executors}
         workers = [
             await stack.enter_async_context(
-                running_worker(f"{role.value}-{index}", role, resolve, security, given.get(role), **settings)
+                running_worker(f"{role.value}-{index}", role, resolve, security, target, draft, **settings)
             )
             for role, index in roles
         ]

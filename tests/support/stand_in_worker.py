@@ -14,7 +14,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.server import DraftServer
+
 from engine.description import EngineDescription
+from engine.drafting.proposer import Proposers
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
@@ -188,6 +192,12 @@ class StandInEngine:
         return [token for page in table.pages for token in self._stored[page]][: table.length]
 
 
+def target_executor(engine: Any, remote: RemoteProposer | None = None) -> StepExecutor:
+    """Of a target with this engine, which asks the draft workers that it is granted, or nobody."""
+    store = getattr(engine, "kv_store", None)
+    return StepExecutor(engine, kv_store=store, proposer=Proposers(draft=remote), remote=remote)
+
+
 def load(arguments: WorkerArguments, progress: Progress) -> Serve:
     settings = dict(arguments.settings)
     progress("thinking", None)
@@ -202,9 +212,11 @@ def load(arguments: WorkerArguments, progress: Progress) -> Serve:
     progress("thinking", 1.0)
     print("what libraries print does not disturb the launcher")
     engine = StandInEngine(**settings)
-    if arguments.role is Role.DRAFT:
-        raise NotImplementedError
-    return serving(StepExecutor(engine))
+    if arguments.role is Role.TARGET:
+        return serving(target_executor(engine, RemoteProposer(VOCABULARY, arguments.security)))
+    return lambda given, thread: DraftServer(
+        engine, host=given.host, port=given.port, thread=thread, security=given.security
+    )
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def test_the_server_computes_what_it_has_signed_again(gateways: Gateways) -> Non
         surrogate = {r"there is no receipt: \ud800": {"refused": "\ud800"}, "version is ": {"version": "\ud800"}}
         texts += [json.dumps(receipt) for receipt in surrogate.values()]
         reasons += surrogate
-        targets = [worker.executor.engine for worker in gateways.cell.workers if worker.executor.role is Role.TARGET]
+        targets = [worker.executor.engine for worker in gateways.cell.workers if worker.role is Role.TARGET]
         before = sum(target.steps for target in targets)
         with Client(served.address) as client:
             found = sorted(client.replay(texts, timeout=TIMEOUT), key=lambda answer: answer.index)

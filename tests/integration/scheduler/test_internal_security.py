@@ -23,12 +23,11 @@ from services.launch.launcher import WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
-from services.worker.executor import TargetStepExecutor
 from services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import LINKS, Cell, check, client, running_cell, running_worker
 from tests.support.certificates import issue, issue_by
-from tests.support.stand_in_worker import StandInEngine, continuation
+from tests.support.stand_in_worker import StandInEngine, continuation, target_executor
 from tests.support.waiting import LONG, until
 
 TOKEN = ChannelSecurity(token=random_token())
@@ -162,7 +161,7 @@ async def test_certificates_that_are_renewed_while_a_cell_runs(tmp_path: Path) -
     before = ChannelSecurity("", *(str(tmp_path / "before" / Path(name).name) for name in files_of(security)))
     async with running_cell(security=security) as cell, client(cell.resolve, security=security) as backend:
         await check(backend, 1, 10)
-        (target,) = [worker for worker in cell.workers if worker.executor.role is Role.TARGET]
+        (target,) = [worker for worker in cell.workers if worker.role is Role.TARGET]
         issue_by(trustme.CA(), tmp_path / "cell", "127.0.0.1", expires=expires)
         assert await answer_to(security, cell.resolve.address) is None
         assert await answer_to(before, cell.resolve.address) is grpc.StatusCode.UNAVAILABLE
@@ -174,7 +173,7 @@ async def test_certificates_that_are_renewed_while_a_cell_runs(tmp_path: Path) -
         await target.server.stop(0)
         await until(lambda: cell.service.workers.up == {"draft-0"})
         engine = StandInEngine()
-        executor = TargetStepExecutor(engine, kv_store=engine.kv_store)
+        executor = target_executor(engine)
         again = WorkerServer(executor, port=int(target.address.rpartition(":")[2]), security=security)
         await again.start()
         try:

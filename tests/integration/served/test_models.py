@@ -18,7 +18,6 @@ from engine.models.source import demo_chat_template, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cells import running_cell
 from tests.support.gateway import Gateways
 
@@ -33,11 +32,11 @@ def served(
     target_settings, draft_settings = (
         EngineSettings(model, dtype, max_model_len=max_model_len, **common) for model in (target, draft)
     )
-    executors = [
-        DraftStepExecutor(load_draft_engine(draft_settings, lambda *_: None)),
-        TargetStepExecutor(load_target_engine(target_settings, lambda *_: None)),
-    ]
-    with Gateways(tokenizer, running_cell(executors=executors)) as gateways:
+    cell = running_cell(
+        draft=load_draft_engine(draft_settings, lambda *_: None),
+        target=load_target_engine(target_settings, lambda *_: None),
+    )
+    with Gateways(tokenizer, cell) as gateways:
         with gateways.serve() as gateway, openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
             yield client
         gateways.wait_until_idle()

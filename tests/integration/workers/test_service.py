@@ -8,22 +8,25 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 
+from engine.drafting.proposer import Lookup, Proposers
 from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
-from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
+from services.launch.launcher import RunningWorker, WorkerLauncher
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
-from services.worker.executor import TargetStepExecutor
+from services.worker.executor import StepExecutor
+from services.worker.process import NGRAM_MODEL
 from services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import running_cell
-from tests.support.stand_in_worker import VOCABULARY, StandInEngine, continuation
+from tests.support.stand_in_worker import VOCABULARY, StandInEngine, continuation, target_executor
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -44,18 +47,18 @@ async def check(stream: SequenceStream, prompt: Sequence[int], count: int, begun
 
 
 async def test_prompt_lookup_drafts_without_a_model() -> None:
-    # The draft has read the prompt long before the target has: one that is behind is not waited for.
-    launches = [WorkerLaunch(Role.DRAFT, {"model": "ngram"}), stand_in(Role.TARGET, step_seconds=0.1)]
-    async with (
-        WorkerLauncher(launches) as launcher,
-        SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
-    ):
-        await service.workers.add(endpoints(launcher.workers))
+    engine = StandInEngine()
+    engine.description = replace(engine.description, own_draft_id=NGRAM_MODEL)
+    server = WorkerServer(StepExecutor(engine, proposer=Proposers(Lookup(1))))
+    address = await server.start()
+    async with SchedulerService(DRAFTING, scheduler_epoch=1, link_options=LINKS) as service:
+        await service.workers.add([WorkerEndpoint("target-0", Role.TARGET, address)])
         # Whatever comes after the 5 at the end, the two of them stand here too.
         prompt = [token for follower in range(100, VOCABULARY) for token in (5, follower)] + [5]
         await check(service.submit(prompt, 20), prompt, 20)
         assert service.statistics().drafted > 0
         assert not service.statistics().row_errors
+    await server.stop(0)
 
 
 async def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
@@ -91,8 +94,7 @@ class AnswersTwice(WorkerServer):
 
 
 async def test_worker_that_answers_twice_is_lost_for_that_reason(caplog: pytest.LogCaptureFixture) -> None:
-    engine = StandInEngine()
-    server = AnswersTwice(TargetStepExecutor(engine, kv_store=engine.kv_store))
+    server = AnswersTwice(target_executor(StandInEngine()))
     address = await server.start()
     async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
         await service.workers.add([WorkerEndpoint("target-0", Role.TARGET, address)])
