@@ -36,9 +36,7 @@ def cell_workers(config: SpoolConfig, engine_of: EngineOf | None = None) -> list
     engine_of = engine_of or config.engine_of
     places = [(role, index) for role in config.roles for index in range(config.group(role).replicas)]
     on_gpus = {
-        number: config.engine.ranks(role)
-        for number, (role, _) in enumerate(places)
-        if config.group(role).num_gpus != 0
+        number: config.engine.ranks(role) for number, (role, _) in enumerate(places) if config.group(role).num_gpus != 0
     }
     devices = dict(zip(on_gpus, worker_devices(config.models.device, list(on_gpus.values())), strict=True))
     launches = []

@@ -53,7 +53,9 @@ class ModelsSection(Section):
         "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
     )
     draft_in: Literal["auto", "workers", "targets"] = described(
-        "auto", "Where a draft model runs: in draft `workers`, or in the workers of `targets`, as on one device."
+        "auto",
+        "Where a draft model runs: in draft `workers`, or in the workers of `targets`. `auto`: in targets if it shares "
+        "their device.",
     )
     draft_lookup: int | None = described(
         None,

@@ -106,7 +106,6 @@ class WorkerGroup(Scaled):
     drain_seconds: float = described(60.0, "Time in which a departing replica hands over sequences.", ge=1, le=86400)
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
 
-
     @property
     def is_placed(self) -> bool:
         """Whether anything says how many replicas there are, or where they run."""
@@ -132,8 +131,8 @@ class Groups(Section):
     )
     draft: WorkerGroup = described(
         WorkerGroup(),
-        "The draft workers. With `models.draft_in: auto` there are some where fields here say how many or where, where "
-        "a target has several ranks, and where there are GPUs for them beside all targets'.",
+        "The draft workers. With `models.draft_in: auto` there are some if fields here set their number or place, if "
+        "targets have several ranks, or if there are GPUs for them beside all targets.",
     )
     target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
 

@@ -24,7 +24,7 @@ from scheduler.messages import Role
 _LOOPBACK = "127.0.0.1"
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 
-_IDLE = "Without effect; a later version does not know it."
+_IDLE = "Has no effect; will be removed."
 
 # More rows rarely have one length.
 _EQUAL_ROWS = 8

@@ -218,9 +218,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
             "models={quantization: int4}",
         ],
     )
-    expected = SchedulerConfig(
-        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99
-    )
+    expected = SchedulerConfig(batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99)
     assert config.scheduling.scheduler_config(drafting=True) == expected
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
