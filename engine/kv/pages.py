@@ -74,12 +74,12 @@ class PagePool:
         return len(self._blank) + len(self._known_free)
 
     def can_append(self, table: PageTable, positions: int) -> bool:
-        return self._missing(table, table.length + positions) <= self.free_pages
+        return self.missing(table, table.length + positions) <= self.free_pages
 
     def append(self, table: PageTable, positions: int) -> None:
         """Makes room for `positions` more and moves `length` past them. Raises OutOfPagesError."""
         end = table.length + positions
-        needed = self._missing(table, end)
+        needed = self.missing(table, end)
         if needed:
             if needed > self.free_pages:
                 raise OutOfPagesError(f"{needed} more pages needed, {self.free_pages} of {self.total_pages} are free")
@@ -228,7 +228,7 @@ class PagePool:
         and every key leads to one page, which no table may write to."""
         expected = [0] * self.total_pages
         for table in tables:
-            if self._missing(table, table.length):
+            if self.missing(table, table.length):
                 raise RuntimeError(f"a table of {table.length} positions has only {len(table.pages)} pages")
             for span, run in zip(self._spans, table.runs, strict=False):
                 for place, page in enumerate(run.pages, run.freed):
@@ -258,7 +258,7 @@ class PagePool:
             table.runs.append(PageRun())
         return table.runs
 
-    def _missing(self, table: PageTable, length: int) -> int:
+    def missing(self, table: PageTable, length: int) -> int:
         """Pages that the table needs to hold `length` positions, beyond those that it has."""
         missing = 0
         for span, run in zip(self._spans, self._runs(table), strict=True):

@@ -16,7 +16,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.rpc.call_guards import guards
-from services.rpc.channel_options import WORKER_SERVER_OPTIONS
+from services.rpc.channel_options import MAX_MESSAGE_BYTES, WORKER_SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from services.worker.step_streams import Steps, StepStreams
@@ -42,6 +42,9 @@ class BaseWorkerServer(worker_pb2_grpc.WorkerServicer):
     call; health checks need no token. `start` returns the address. `stop` waits for what has arrived, at most for the
     grace given.
     """
+
+    max_receive_bytes = MAX_MESSAGE_BYTES
+    """Of one message."""
 
     def __init__(
         self, steps: Steps, host: str, port: int, thread: ThreadPoolExecutor, security: ChannelSecurity | None
@@ -90,7 +93,8 @@ class BaseWorkerServer(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> str:
         """Raises OSError if the port cannot be bound, and InsecureListenError for a host open to strangers."""
-        server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=guards(self._security))
+        options = {**dict(WORKER_SERVER_OPTIONS), "grpc.max_receive_message_length": self.max_receive_bytes}
+        server = grpc.aio.server(options=[*options.items()], interceptors=guards(self._security))
         self.add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = self._security.listen(server, self._host, self._port)

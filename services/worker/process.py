@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.cpu.threads import keep_threads_apart
+from engine.drafting.model_drafting import Draft
 from engine.drafting.proposer import Lookup, Proposer, Proposers
 from engine.errors import one_line
 from engine.settings import EngineSettings
@@ -41,6 +42,8 @@ from services.rpc.conversion import to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.workers.pairing import check_pairing
 from services.worker.base_server import BaseWorkerServer, step_thread
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.server import DraftServer
 from services.worker.ending import end_process
 from services.worker.executor import StepExecutor
 from services.worker.gang import Gang
@@ -162,6 +165,13 @@ def serving(executor: StepExecutor) -> Serve:
     )
 
 
+def serving_draft(draft: Draft, prefix_cache: bool) -> Serve:
+    """Of a draft worker."""
+    return lambda arguments, thread: DraftServer(
+        draft, prefix_cache, arguments.host, arguments.port, thread=thread, security=arguments.security
+    )
+
+
 def load_worker(arguments: WorkerArguments, progress: Progress) -> Serve:
     """A worker with a real engine for the role and the settings (see engine/settings.py).
 
@@ -169,7 +179,8 @@ def load_worker(arguments: WorkerArguments, progress: Progress) -> Serve:
     their environment is set up.
     """
     if arguments.role is Role.DRAFT:
-        raise NotImplementedError
+        settings = EngineSettings.from_plain(arguments.settings)
+        return serving_draft(load_draft(settings, progress), settings.prefix_cache)
     return serving(load_executor(arguments, progress))
 
 
@@ -189,8 +200,14 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
         own = _load_inside(engine, settings.inside_draft, progress)
     elif lookup is not None and own is None:
         engine.drafted_by(NGRAM_MODEL)
-    proposer = Proposers(lookup, own)
-    return StepExecutor(engine, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache, proposer=proposer)
+    remote = RemoteProposer(engine.description.vocabulary_size, arguments.security) if own is None else None
+    return StepExecutor(
+        engine,
+        kv_store=engine.kv_store,
+        prefix_cache=settings.prefix_cache,
+        proposer=Proposers(lookup, own or remote),
+        remote=remote,
+    )
 
 
 def _load_inside(engine: TargetEngine, settings: EngineSettings, progress: Progress) -> Proposer:

@@ -1,0 +1,147 @@
+"""What a target keeps of the sequences that a draft worker proposes for: what the draft knows of them, its answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.drafting.proposer import Asked
+from scheduler.messages import DraftingReport
+from services.worker.drafting.limits import BadMessageError
+from services.worker.drafting.messages import Answer
+from services.worker.drafting.patience import Patience
+
+_DEATHS = 2
+"""Streams that break in a row while an answer for a sequence is due, before no draft is asked for it any more."""
+
+
+@dataclass(slots=True)
+class RemoteSequence:
+    """The draft has been `sent` the first so many tokens on the present stream; 0: the sequence must be opened.
+
+    The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
+    `tokens` are what is proposed. `met`: the draft has proposed for the sequence on this stream, so that steps wait for
+    the next time. `deaths` counts streams that broke in a row while an answer was due.
+    """
+
+    sent: int = 0
+    asked: int | None = None
+    most: int = 0
+    answered: bool = True
+    tokens: Sequence[int] = ()
+    met: bool = False
+    deaths: int = 0
+    refused: bool = False
+
+    def ask(self, digest: int, most: int) -> None:
+        self.asked, self.most, self.answered, self.tokens = digest, most, most == 0, ()
+
+    def take_in(self, answer: Answer) -> None:
+        """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
+        self.met = self.met or bool(answer.tokens)
+        if answer.digest != self.asked:
+            return
+        if len(answer.tokens) > self.most:
+            raise BadMessageError(
+                f"counts holds {len(answer.tokens)} for sequence {answer.sequence_id}, must be at most {self.most}"
+            )
+        if self.most:
+            self.answered, self.tokens, self.met, self.deaths = True, answer.tokens, True, 0
+
+    def forget_stream(self) -> None:
+        """The draft of the next stream knows nothing of the sequence."""
+        self.sent, self.asked, self.answered, self.tokens, self.met = 0, None, True, (), False
+
+
+class Mailbox:
+    """Requests and answers of one target's sequences, by sequence and digest. Holds no more than the latest of each.
+
+    The worker's step thread asks, waits and takes, and the thread of the stream delivers; `lock` is held by either for
+    as long as it touches sequences.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.sequences: dict[int, RemoteSequence] = {}
+        self.connected = False
+        self._patience = Patience()
+        self._report = DraftingReport()
+        self._refused: list[int] = []
+
+    def open(self) -> None:
+        """A new stream is there."""
+        with self.lock:
+            self.connected = True
+            self._forget_stream()
+
+    def close(self, died: bool) -> None:
+        """The stream is no more. Where it `died`, the sequences for which answers are due may be the reason."""
+        with self.lock:
+            self.connected = False
+            for sequence_id, one in self.sequences.items():
+                if died and not one.answered:
+                    one.deaths += 1
+                    if one.deaths >= _DEATHS:
+                        self._refuse(sequence_id, one)
+            self._forget_stream()
+            self.lock.notify_all()
+
+    def deliver(self, answers: Sequence[Answer], unknown: Iterable[int], refused: Iterable[int]) -> None:
+        """Raises BadMessageError."""
+        with self.lock:
+            for answer in answers:
+                if (one := self.sequences.get(answer.sequence_id)) is not None:
+                    one.take_in(answer)
+            for sequence_id in unknown:
+                if (one := self.sequences.get(sequence_id)) is not None:
+                    one.forget_stream()
+            for sequence_id in refused:
+                if (one := self.sequences.get(sequence_id)) is not None:
+                    self._refuse(sequence_id, one)
+            self.lock.notify_all()
+
+    def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
+        """The proposals that are there, or come in time for sequences for which the draft has proposed before."""
+        with self.lock:
+            found = [self._find(one) for one in asked]
+            due = [one for one in found if one is not None and one.met and one.most]
+            waits = wait_seconds > 0 and self._patience.left
+            if waits and not all(one.answered for one in due):
+                self._wait(due, time.monotonic() + wait_seconds)
+            in_time = sum(one.answered for one in due)
+            if due and (waits or in_time == len(due)):
+                self._patience.note(in_time == len(due))
+            elif due and not self._patience.left:
+                self._patience.note(False)
+            self._report.asked += len(due)
+            self._report.in_time += in_time
+            return [() if one is None else one.tokens[: ask.most] for one, ask in zip(found, asked, strict=True)]
+
+    def report(self, connected: bool) -> DraftingReport:
+        """Since it was asked last."""
+        with self.lock:
+            report, self._report = self._report, DraftingReport()
+            report.connected, report.refused = connected, tuple(self._refused)
+            self._refused.clear()
+        return report
+
+    def _find(self, asked: Asked) -> RemoteSequence | None:
+        one = self.sequences.get(asked.drafting.sequence_id)
+        return one if one is not None and one.asked == asked.digest and asked.most else None
+
+    def _wait(self, due: Sequence[RemoteSequence], until: float) -> None:
+        while self.connected and not all(one.answered for one in due):
+            left = until - time.monotonic()
+            if left <= 0 or not self.lock.wait(left):
+                return
+
+    def _refuse(self, sequence_id: int, one: RemoteSequence) -> None:
+        one.forget_stream()
+        one.refused = True
+        self._refused.append(sequence_id)
+
+    def _forget_stream(self) -> None:
+        for one in self.sequences.values():
+            one.forget_stream()

@@ -1,0 +1,92 @@
+"""The gRPC server of one draft worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc.aio
+
+from engine.drafting.model_drafting import Draft, ModelDrafting
+from protos import draft_pb2_grpc, worker_pb2
+from scheduler.messages import Role
+from services.rpc.channel_security import ChannelSecurity
+from services.rpc.conversion import to_wire
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.rpc.worker_codec import ROLES
+from services.worker.base_server import BaseWorkerServer, step_thread
+from services.worker.drafting.batcher import Batcher
+from services.worker.drafting.limits import MAX_FRAME_BYTES
+from services.worker.drafting.service import DrafterService
+from services.worker.drafting.signs_of_life import SignsOfLife
+
+
+class DraftServer(BaseWorkerServer):
+    """Serves the model `draft` to targets, on `thread`. `worker_epoch` must differ between two starts of a worker.
+    `check_health` regards a batch as hanging after `longest_batch_seconds`."""
+
+    max_receive_bytes = MAX_FRAME_BYTES
+
+    def __init__(
+        self,
+        draft: Draft,
+        prefix_cache: bool = True,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        worker_epoch: int | None = None,
+        thread: ThreadPoolExecutor | None = None,
+        security: ChannelSecurity | None = None,
+        longest_batch_seconds: float = 600.0,
+    ) -> None:
+        thread = thread or step_thread()
+        self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
+        self._draft = draft
+        self._longest_batch = longest_batch_seconds
+        self._batcher = Batcher(ModelDrafting(draft, prefix_cache), draft.pool, thread)
+        self._drafter = DrafterService(self._batcher, self.worker_epoch, draft.description.vocabulary_size)
+        self._signs = SignsOfLife(self.worker_epoch, thread, lambda: draft.pool.free_pages)
+        super().__init__(self._signs, host, port, thread, security)
+
+    @property
+    def highest_epoch(self) -> int:
+        return self._signs.scheduler_epoch
+
+    @property
+    def sequences(self) -> int:
+        return self._batcher.sequences
+
+    @property
+    def busy(self) -> bool:
+        return self._batcher.running_seconds() is not None
+
+    def load(self) -> tuple[float, int]:
+        return self._batcher.busy_seconds, self._batcher.queued
+
+    def describe(self) -> worker_pb2.WorkerDescription:
+        return to_wire(
+            worker_pb2.WorkerDescription,
+            self._draft.description,
+            role=ROLES.to_wire(Role.DRAFT),
+            worker_epoch=self.worker_epoch,
+            free_pages=self._draft.pool.free_pages,
+            process_id=os.getpid(),
+            protocol_version=PROTOCOL_VERSION,
+        )
+
+    def check_health(self) -> None:
+        seconds = self._batcher.running_seconds()
+        if seconds is not None and seconds > self._longest_batch:
+            raise RuntimeError(f"a batch has been running for {seconds:.0f} s, the limit is {self._longest_batch:g} s")
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        super().add_to(server)
+        draft_pb2_grpc.add_DrafterServicer_to_server(self._drafter, server)
+
+    def refuse_new(self) -> None:
+        self._drafter.draining = self._signs.draining = True
+
+    async def wait_empty(self) -> None:
+        """Waits until no target has a stream."""
+        await self._drafter.wait_empty()

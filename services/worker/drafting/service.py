@@ -1,0 +1,128 @@
+"""The Drafter service of a draft worker: who may have proposals, and what goes in and out on each stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from protos import draft_pb2, draft_pb2_grpc, worker_pb2
+from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from services.worker.drafting.batcher import Batcher
+from services.worker.drafting.limits import MAX_STREAMS, BadMessageError, check_at_most
+from services.worker.drafting.messages import verdicts_from_wire
+from services.worker.drafting.target_stream import TargetStream
+
+logger = logging.getLogger(__name__)
+
+_OPENING_SECONDS = 10.0
+_MAX_TARGET_ID = 256
+_REMEMBERED_GRANTS = 4096
+"""Of targets without a stream; those seen longest ago are forgotten first."""
+
+
+class DrafterService(draft_pb2_grpc.DrafterServicer):
+    """Lets a target in whose grant is for this start of the worker and not replaced by a later one; a target has one
+    stream. `draining` lets none in any more."""
+
+    def __init__(self, batcher: Batcher, worker_epoch: int, vocabulary_size: int) -> None:
+        self._batcher = batcher
+        self._worker_epoch = worker_epoch
+        self._vocabulary_size = vocabulary_size
+        self._streams: dict[str, TargetStream] = {}
+        self._grants: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.draining = False
+
+    async def wait_empty(self) -> None:
+        """Waits until no target has a stream."""
+        await self._empty.wait()
+
+    async def Propose(  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[draft_pb2.Proposals]:
+        try:
+            stream = await self._admitted(request_iterator)
+        except BadMessageError as error:
+            await context.abort(grpc.StatusCode[error.code], str(error))
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            await context.send_initial_metadata(())
+            while (proposals := await stream.answer()) is not None:
+                yield proposals
+            if stream.refusal is not None:
+                logger.warning("target %s gets no more proposals: %s", stream.target_id, stream.refusal)
+                await context.abort(grpc.StatusCode[stream.refusal.code], str(stream.refusal))
+            await reader
+        finally:
+            reader.cancel()
+            self._batcher.close(stream)
+            if self._streams.get(stream.target_id) is stream:
+                del self._streams[stream.target_id]
+            if not self._streams:
+                self._empty.set()
+
+    async def _admitted(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> TargetStream:
+        """The stream that the first message opens; an earlier one of the target ends. Raises BadMessageError."""
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise BadMessageError(f"no opening came within {_OPENING_SECONDS:g} s", "DEADLINE_EXCEEDED") from None
+        if first is None or not first.HasField("opening"):
+            raise BadMessageError("opening is absent, must be in the first message of a stream")
+        version, grant = first.opening.protocol_version, first.opening.grant
+        conflict = version_conflict("the target", version, "this draft worker", PROTOCOL_VERSION)
+        if conflict is not None:
+            raise BadMessageError(conflict, "FAILED_PRECONDITION")
+        if self.draining:
+            raise BadMessageError("the draft worker is draining and takes no targets", "UNAVAILABLE")
+        self._check(grant)
+        target_id = grant.target_id
+        earlier = self._streams.get(target_id)
+        if earlier is None:
+            check_at_most("the number of streams", len(self._streams) + 1, MAX_STREAMS, "RESOURCE_EXHAUSTED")
+        else:
+            earlier.end(BadMessageError(f"target_id {target_id!r} has opened another stream", "FAILED_PRECONDITION"))
+        self._grants[target_id] = (grant.scheduler_epoch, grant.number)
+        self._grants.move_to_end(target_id)
+        while len(self._grants) > _REMEMBERED_GRANTS:
+            self._grants.popitem(last=False)
+        stream = self._streams[target_id] = TargetStream(target_id)
+        self._empty.clear()
+        return stream
+
+    def _check(self, grant: worker_pb2.DraftGrant) -> None:
+        """Raises BadMessageError for a grant that does not hold."""
+        if not 0 < len(grant.target_id) <= _MAX_TARGET_ID:
+            raise BadMessageError(f"target_id has {len(grant.target_id)} characters, must have 1 to {_MAX_TARGET_ID}")
+        if grant.draft_epoch != self._worker_epoch:
+            raise BadMessageError(
+                f"draft_epoch is {grant.draft_epoch}, must be {self._worker_epoch}, this worker's",
+                "FAILED_PRECONDITION",
+            )
+        epoch, number = self._grants.get(grant.target_id, (0, 0))
+        if (grant.scheduler_epoch, grant.number) < (epoch, number):
+            raise BadMessageError(
+                f"the grant for target_id {grant.target_id!r} has scheduler_epoch {grant.scheduler_epoch} and number "
+                f"{grant.number}, must be no earlier than {epoch} and {number}, which came after it",
+                "FAILED_PRECONDITION",
+            )
+
+    async def _read(self, requests: AsyncIterator[draft_pb2.DraftRequest], stream: TargetStream) -> None:
+        """Until the target ends its stream. Raises what reading it raises."""
+        try:
+            async for request in requests:
+                if request.HasField("opening"):
+                    raise BadMessageError("opening came again, must be in the first message of a stream only")
+                self._batcher.add(stream, verdicts_from_wire(request, self._vocabulary_size))
+                await stream.room()
+        except BadMessageError as error:
+            stream.end(error)
+        finally:
+            stream.end(None)

@@ -1,0 +1,152 @@
+"""The stream from a target to its draft worker, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import grpc
+
+from protos import draft_pb2, draft_pb2_grpc, worker_pb2
+from services.rpc.backoff import require_positive
+from services.rpc.channel_security import ChannelSecurity
+from services.rpc.errors import reason_of
+from services.rpc.protocol_version import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Times in seconds. A draft worker whose process leaves a ping of gRPC unanswered for `silence_timeout` is lost.
+
+    Pauses between attempts to reach it grow from `first_backoff` to `longest_backoff`. A first attempt of no more than
+    `connect_timeout` does not count as a broken stream yet. At most `queued_requests` wait to be sent.
+    """
+
+    connect_timeout: float = 2.0
+    silence_timeout: float = 1.0
+    first_backoff: float = 0.1
+    longest_backoff: float = 5.0
+    queued_requests: int = 32
+
+    def __post_init__(self) -> None:
+        require_positive(
+            *(self, "connect_timeout", "silence_timeout", "first_backoff", "longest_backoff", "queued_requests")
+        )
+
+
+class StreamListener(Protocol):
+    """Hears of one stream, on its thread."""
+
+    def stream_opened(self, stream: DraftStream) -> None: ...
+
+    def proposals_came(self, stream: DraftStream, proposals: draft_pb2.Proposals) -> None:
+        """Raises an exception where the stream is not to go on with a draft that sends this."""
+        ...
+
+    def stream_lost(self, stream: DraftStream) -> None: ...
+
+
+class DraftStream:
+    """Reaches the draft worker of a grant again and again, until it is closed. No call waits for the network."""
+
+    def __init__(
+        self,
+        grant: worker_pb2.DraftGrant,
+        security: ChannelSecurity,
+        listener: StreamListener,
+        options: StreamOptions,
+    ) -> None:
+        self._grant = grant
+        self._security = security
+        self._listener = listener
+        self._options = options
+        self._began = time.monotonic()
+        self._outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
+        self._call: grpc.Call | None = None
+        self._dropped = self._reason = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"draft-grant-{grant.number}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the draft worker was lost or has refused the grant, or was not reached in time. Asked without a
+        stream."""
+        return bool(self._reason) or time.monotonic() - self._began > self._options.connect_timeout
+
+    def send(self, request: draft_pb2.DraftRequest) -> None:
+        """Queues a request; breaks the stream where too many wait already."""
+        if (waiting := self._outgoing.qsize()) < self._options.queued_requests:
+            self._outgoing.put(request)
+        else:
+            self._break(f"{waiting} requests wait to be sent, must be at most {self._options.queued_requests}")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._break("the grant holds no longer")
+
+    def join(self) -> None:
+        """Waits until the thread of a closed stream has ended."""
+        self._thread.join()
+
+    def _break(self, reason: str) -> None:
+        self._dropped = reason
+        if (call := self._call) is not None:
+            call.cancel()
+
+    def _run(self) -> None:
+        pause = self._options.first_backoff
+        while not self._closed.is_set():
+            self._dropped = ""
+            answered = False
+            try:
+                for _ in self._serve():
+                    answered = True
+                reason = "it has ended the stream"
+            except Exception as error:
+                # Files that are missing, a draft that is gone, a message that is none: the next attempt may do better.
+                reason = self._dropped or reason_of(error)
+            if self._closed.is_set():
+                return
+            if reason != self._reason:
+                logger.warning("the draft worker at %s does not propose: %s", self._grant.address, reason)
+            self._reason = reason
+            self._listener.stream_lost(self)
+            pause = self._options.first_backoff if answered else pause
+            self._closed.wait(pause)
+            pause = min(2 * pause, self._options.longest_backoff)
+
+    def _serve(self) -> Iterator[None]:
+        """One stream: yields after each message that the listener has taken."""
+        outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
+        opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=self._grant)
+        outgoing.put(draft_pb2.DraftRequest(opening=opening))
+        with self._security.open_blocking_channel(self._grant.address, self._options.silence_timeout) as channel:
+            stub = draft_pb2_grpc.DrafterStub(channel)
+            call = stub.Propose(iter(outgoing.get, None), metadata=self._security.metadata)
+            try:
+                self._outgoing, self._call = outgoing, call
+                if self._closed.is_set():
+                    return
+                # It comes once the draft worker has let the target in.
+                call.initial_metadata()
+                if call.is_active():
+                    self._reason = ""
+                    self._listener.stream_opened(self)
+                    logger.info("the draft worker at %s proposes", self._grant.address)
+                for proposals in call:
+                    self._listener.proposals_came(self, proposals)
+                    yield
+            finally:
+                self._call = None
+                call.cancel()
+                outgoing.put(None)

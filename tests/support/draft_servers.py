@@ -1,0 +1,120 @@
+"""A draft server on threads of its own, and a target that plays verdicts to a proposer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engine.drafting.model_drafting import Draft
+from engine.drafting.proposer import Asked, Proposer
+from engine.drafting.sequence import SequenceDrafting
+from engine.kv.pages import PageTable
+from engine.steps import RowOutcome, VerifyRow
+from protos import worker_pb2
+from scheduler.sampling import SamplingParameters
+from scheduler.state.digests import DigestedTokens
+from services.rpc.channel_security import ChannelSecurity
+from services.worker.base_server import step_thread
+from services.worker.drafting.server import DraftServer
+
+
+@dataclass
+class RunningDraft:
+    server: DraftServer
+    draft: Draft
+    address: str
+    loop: asyncio.AbstractEventLoop
+
+    def grant(self, number: int = 1, target_id: str = "target-0", scheduler_epoch: int = 1) -> worker_pb2.DraftGrant:
+        return worker_pb2.DraftGrant(
+            address=self.address,
+            draft_epoch=self.server.worker_epoch,
+            scheduler_epoch=scheduler_epoch,
+            number=number,
+            target_id=target_id,
+        )
+
+
+@contextmanager
+def running_draft(
+    load: Callable[[], Draft], port: int = 0, security: ChannelSecurity | None = None, prefix_cache: bool = True
+) -> Iterator[RunningDraft]:
+    """`load` runs on the thread that computes."""
+    started: list[RunningDraft | BaseException] = []
+    ready = threading.Event()
+    stop: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        end, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(end.set))
+        thread = step_thread()
+        draft = await asyncio.wrap_future(thread.submit(load))
+        server = DraftServer(draft, prefix_cache, port=port, thread=thread, security=security)
+        started.append(RunningDraft(server, draft, await server.start(), loop))
+        ready.set()
+        await end.wait()
+        await server.stop(0)
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            started.append(error)
+            ready.set()
+            raise
+
+    thread = threading.Thread(target=run, name="draft-server")
+    thread.start()
+    ready.wait()
+    try:
+        running = started[0]
+        if isinstance(running, BaseException):
+            raise running
+        yield running
+    finally:
+        stop[0]()
+        thread.join()
+
+
+@dataclass
+class PlayedSequence:
+    """A sequence of a target that commits what the test says. All of `tokens` but the last are in its history."""
+
+    sequence_id: int
+    prompt: Sequence[int]
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    cache_scope: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.drafting = SequenceDrafting(self.sequence_id, self.cache_scope)
+        self.tokens = DigestedTokens(self.prompt)
+
+    @property
+    def digest(self) -> int:
+        return self.tokens.digest(len(self.tokens))
+
+    def commit(self, *tokens: int) -> None:
+        self.tokens.extend(tokens)
+
+    def verdict(self, draft_length: int) -> tuple[VerifyRow, RowOutcome, int]:
+        """After a step that sampled the last of the tokens, or, where there is only the prompt, fed it."""
+        sampled = self.tokens.tokens[-1:] if len(self.tokens) > len(self.prompt) else []
+        history = self.tokens.tokens[: len(self.tokens) - len(sampled)]
+        row = VerifyRow(PageTable(), (), (), bool(sampled), history, len(self.prompt), self.sampling)
+        row.draft_length, row.drafting = draft_length, self.drafting
+        return row, RowOutcome(sampled), self.digest
+
+
+def offer(proposer: Proposer, sequences: Sequence[PlayedSequence], draft_length: int) -> None:
+    rows, outcomes, digests = zip(*(one.verdict(draft_length) for one in sequences), strict=True)
+    proposer.offer(rows, outcomes, digests)
+
+
+def take(
+    proposer: Proposer, sequences: Sequence[PlayedSequence], most: int, wait_seconds: float = 0.0
+) -> list[list[int]]:
+    asked = [Asked(one.drafting, one.digest, len(one.tokens), most) for one in sequences]
+    return [list(proposal) for proposal in proposer.take(asked, wait_seconds)]
