@@ -56,15 +56,15 @@ async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -
 
 async def start_worker(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Ready once the scheduler uses the worker."""
-    from services.worker.process import WorkerArguments, load_executor
+    from services.worker.base_server import step_thread
+    from services.worker.process import WorkerArguments, load_worker
     from services.worker.registration import WorkerRegistration
-    from services.worker.server import WorkerServer, step_thread
 
     task, security = surroundings.task, surroundings.security
     thread = step_thread()
-    arguments = WorkerArguments(Role(task.role), task.engine)
-    executor = await asyncio.wrap_future(thread.submit(load_executor, arguments, surroundings.events.loading))
-    server = WorkerServer(executor, surroundings.host, thread=thread, security=security)
+    arguments = WorkerArguments(Role(task.role), task.engine, surroundings.host, security=security)
+    serve = await asyncio.wrap_future(thread.submit(load_worker, arguments, surroundings.events.loading))
+    server = serve(arguments, thread)
     address = await server.start()
     running.push_async_callback(server.stop, _WORKER_STOP_SECONDS)
     registration = WorkerRegistration(task.name, address, server, surroundings.find_scheduler, security=security)

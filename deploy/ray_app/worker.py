@@ -15,9 +15,10 @@ from deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_o
 from deploy.workers import worker_engine
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
-from services.worker.process import WorkerArguments, load_executor
+from services.rpc.channel_security import ChannelSecurity
+from services.worker.base_server import step_thread
+from services.worker.process import WorkerArguments, load_worker
 from services.worker.registration import WorkerRegistration
-from services.worker.server import WorkerServer, step_thread
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,11 @@ class WorkerReplica:
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
         thread = step_thread()
-        loading = thread.submit(lambda: load_executor(_arguments(config, role), _log_progress))
-        executor = await asyncio.wrap_future(loading)
+        # On the thread, since planning the memory may fetch models.
+        arguments = await asyncio.wrap_future(thread.submit(_arguments, config, role, security))
+        start = await asyncio.wrap_future(thread.submit(load_worker, arguments, _log_progress))
         keep_loaded_objects()
-        self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
+        self._server = start(arguments, thread)
         address = await self._server.start()
         worker_id = f"{role.value}-{serve.get_replica_context().replica_id.unique_id}"
         resolve = SchedulerAddress(scheduler)
@@ -77,12 +79,13 @@ class WorkerReplica:
         await self._server.stop(_STOP_SECONDS)
 
 
-def _arguments(config: SpoolConfig, role: Role) -> WorkerArguments:
+def _arguments(config: SpoolConfig, role: Role, security: ChannelSecurity) -> WorkerArguments:
     # Ray shows a replica its own GPUs only, so the first is always the right one, and its ranks have one after the
     # other.
     device = "cuda:0" if config.group(role).num_gpus else "cpu"
     others = [other for other in config.roles if config.pair_shares_a_gpu and other is not role]
-    return WorkerArguments(role, asdict(worker_engine(config, role, device, others, config.engine_of)))
+    engine = worker_engine(config, role, device, others, config.engine_of)
+    return WorkerArguments(role, asdict(engine), internal_host(config.internal), security=security)
 
 
 def _log_progress(message: str, fraction: float | None) -> None:
