@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from scheduler.sampling import SamplingParameters
 from services.worker.drafting.remote import RemoteProposer
 from tests.support.draft_servers import PlayedSequence, RunningDraft, offer, running_draft, take
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
-from tests.support.waiting import LONG, wait_until
+from tests.support.waiting import wait_until
 
 SAMPLINGS = (
     SamplingParameters(),
