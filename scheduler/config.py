@@ -8,10 +8,6 @@ from enum import Enum
 
 from scheduler.key_class import KeyClass
 
-# Larger draft steps would take the scheduler milliseconds to plan, and save a draft little.
-_MIN_DRAFT_BATCH = 64
-_DRAFT_BATCHES = 4
-
 MOST_RUNNING = 256
 # A pass then has room for the next token of each sequence and three of a draft.
 _TOKENS_OF_EACH = 4
@@ -40,16 +36,13 @@ class SchedulerConfig:
     """Limits and choices of one scheduler core.
 
     `max_running` bounds the running sequences for each target that does not drain (None: as `running_on` says; with
-    three targets, three times as many may run), `batch_size` those of a verify group, `draft_batch_size` those that one
-    draft step proposes for (None: four batches, at least 64), and `prefill_chunk` the tokens that catch up in one step
-    of any worker (None: half of those that its passes take). Every round drafts `draft_length` tokens, under AUTO up to
-    so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them submissions of keys that have
-    their part of the queue are refused (scheduler/transitions/admission_limits.py). No sequence waits voluntarily for
-    longer than `wait_bound_steps` times the verify step time, which is taken to be
-    `initial_step_seconds` until it was measured. `steps_in_flight` includes the step that a worker runs. While targets
-    verify proposals, a draft that has nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for
-    none). With a `shared_device`, drafts and targets gain nothing by computing at the same time. `keys` are the classes
-    of the API keys that have a name; each other key has weight 1 and no limits.
+    three targets, three times as many may run), `batch_size` those of a verify group, and `prefill_chunk` the tokens
+    that catch up in one step of a target (None: half of those that its passes take). Every round drafts `draft_length`
+    tokens, under AUTO up to so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them
+    submissions of keys that have their part of the queue are refused (scheduler/transitions/admission_limits.py). No
+    sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is taken to be
+    `initial_step_seconds` until it was measured. `steps_in_flight` includes the step that a target runs. `keys` are the
+    classes of the API keys that have a name; each other key has weight 1 and no limits.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -64,9 +57,6 @@ class SchedulerConfig:
     wait_bound_steps: float = 1.5
     initial_step_seconds: float = 0.05
     steps_in_flight: int = 2
-    draft_batch_size: int | None = None
-    draft_ahead: int = 0
-    shared_device: bool = False
     kv_movement: KvMovement = KvMovement.AUTO
     keys: tuple[KeyClass, ...] = ()
 
@@ -77,7 +67,7 @@ class SchedulerConfig:
 
         for name in ("batch_size", "max_queued_sequences", "steps_in_flight"):
             require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_running", "prefill_chunk", "max_queued_tokens", "draft_batch_size"):
+        for name in ("max_running", "prefill_chunk", "max_queued_tokens"):
             value = getattr(self, name)
             require(name, value is None or value >= 1, "None or at least 1")
         require("policy", isinstance(self.policy, Policy), f"one of {', '.join(p.value for p in Policy)}")
@@ -85,7 +75,6 @@ class SchedulerConfig:
             "kv_movement", isinstance(self.kv_movement, KvMovement), f"one of {', '.join(m.value for m in KvMovement)}"
         )
         require("draft_length", self.draft_length >= 0, "0 (no drafting) or more")
-        require("draft_ahead", self.draft_ahead >= 0, "0 (no drafting ahead) or more")
         finite = math.isfinite
         require("wait_bound_steps", finite(self.wait_bound_steps) and self.wait_bound_steps >= 0, "finite, 0 or more")
         require("initial_step_seconds", finite(self.initial_step_seconds) and self.initial_step_seconds > 0, "above 0")
@@ -99,8 +88,3 @@ class SchedulerConfig:
     def running_on(self, max_num_batched_tokens: int) -> int:
         """Sequences that may run for each target whose passes take so many tokens."""
         return self.max_running or min(MOST_RUNNING, max(1, max_num_batched_tokens // _TOKENS_OF_EACH))
-
-    @property
-    def proposals_per_step(self) -> int:
-        default = max(_MIN_DRAFT_BATCH, _DRAFT_BATCHES * self.batch_size)
-        return default if self.draft_batch_size is None else self.draft_batch_size

@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import fields
 from itertools import chain, islice
 
-from scheduler.batching.draft_steps import DraftPlanner
 from scheduler.batching.verify_steps import TargetPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -30,6 +29,7 @@ from scheduler.messages import (
     SequenceState,
     SequenceSubmitted,
     StepCompleted,
+    WorkerDrained,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
@@ -37,16 +37,16 @@ from scheduler.messages import (
 )
 from scheduler.state.invariants import check_integrity
 from scheduler.state.worker_records import Work
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Worker, already_ended
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
 from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import AdmissionLimits
-from scheduler.transitions.blame import blame, blame_on_draft, in_flight
+from scheduler.transitions.blame import blame, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
 from scheduler.transitions.results import Rounds
 
 
 class SchedulerCore:
-    """Drives draft and target workers for all live sequences.
+    """Drives target workers for all live sequences, and tells each which draft worker serves it.
 
     Feed every event to `apply`, and call `plan` after a batch of them and when `next_deadline` says so; carry out the
     commands that both return, in their order. The same calls at the same times give the same commands. No time may be
@@ -58,9 +58,9 @@ class SchedulerCore:
         self._live, self._fleet, self._commands = lifecycle.live, lifecycle.fleet, lifecycle.commands
         self._counters, self._controller = lifecycle.counters, lifecycle.controller
         self._admission = AdmissionLimits(config, self._live)
-        self._drafts = DraftPlanner(self._lifecycle)
-        self._targets = TargetPlanner(self._lifecycle)
-        self._rounds = Rounds(self._lifecycle)
+        self._assignment = lifecycle.assignment
+        self._planner = TargetPlanner(lifecycle)
+        self._rounds = Rounds(lifecycle)
         self._last_step_id = 0
         self._now = float("-inf")
 
@@ -69,9 +69,9 @@ class SchedulerCore:
         now = self._begin(now)
         match event:
             case StepCompleted():
-                worker = self._fleet.find(event.worker_id)
-                if worker is not None:
-                    self._rounds.apply(worker, event, now)
+                target = self._fleet.targets.get(event.worker_id)
+                if target is not None:
+                    self._rounds.apply(target, event, now)
             case SequenceSubmitted():
                 self._submit(event.request, now)
             case SequenceCancelled():
@@ -80,11 +80,11 @@ class SchedulerCore:
                     self._lifecycle.finish(sequence, FinishReason.CANCELLED)
             case WorkerJoined():
                 self._lose(WorkerLost(event.worker.worker_id, "it came anew"), now)
-                self._join(event.worker)
+                self._join(event.worker, now)
             case WorkerLost():
                 self._lose(event, now)
             case WorkerDraining():
-                self._lifecycle.drain(event.worker_id)
+                self._drain(event.worker_id, now)
             case KvMoved():
                 self._lifecycle.moved(event, now)
         return self._commands.copy()
@@ -92,30 +92,24 @@ class SchedulerCore:
     def plan(self, now: float) -> list[Command]:
         """All steps that can be sent now. The more events before it, the fuller they are.
 
-        Asks the planners in passes, until no worker takes another step: only for workers for which the answer may be
-        another one than when they were asked last. In each pass sequences are admitted first, then every draft worker
-        is asked, then every target: a policy waits for proposals of draft steps that run, so a draft step that could
-        start must have started by then.
+        In passes, until no target takes another step: sequences are admitted, then every target is asked for which the
+        answer may be another one than when it was asked last.
         """
         now = self._begin(now)
-        progress, asked = True, list[Worker]()
+        progress, asked = True, list[TargetWorker]()
         while progress:
             preemptions = self._counters.preemptions
             progress = self._lifecycle.admit()
-            for draft in self._fleet.drafts.values():
-                if draft.changed or draft.watches_targets:
-                    asked.append(draft)
-                    progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
             for target in self._fleet.targets.values():
                 due = target.waits_until
                 if target.changed or (due is not None and due <= now):
                     asked.append(target)
-                    progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
+                    progress |= self._send(self._planner.plan(target, self._last_step_id + 1, now))
             # A preemption may have freed pages without a step: a waiting sequence may fit now.
             progress |= self._counters.preemptions > preemptions
-        for worker in asked:
-            if worker.releases and not worker.outstanding:
-                self._send(worker.send(self._last_step_id + 1, (), Work(), now, None))
+        for target in asked:
+            if target.releases and not target.outstanding:
+                self._send(target.send(self._last_step_id + 1, (), Work()))
         self._lifecycle.report_drained()
         return self._commands.copy()
 
@@ -132,7 +126,7 @@ class SchedulerCore:
         return commands + self.plan(now)
 
     def next_deadline(self) -> float | None:
-        """When to plan without an event: a worker waits for a larger step and must stop waiting then. None: never."""
+        """When to plan without an event: a target waits for a larger step and must stop waiting then. None: never."""
         targets = self._fleet.targets.values()
         waits = [due for target in targets if (due := target.waits_until) is not None and not target.in_flight]
         return min(waits, default=None)
@@ -153,7 +147,7 @@ class SchedulerCore:
         return len(self._live.waiting)
 
     def wait_bound(self, target_id: str) -> float:
-        """Seconds that a drafted sequence may now wait voluntarily on this target. KeyError for an unknown one."""
+        """Seconds that an idle sequence may now wait voluntarily on this target. KeyError for an unknown one."""
         return self._fleet.targets[target_id].wait_bound
 
     def snapshot(self) -> Snapshot:
@@ -167,41 +161,29 @@ class SchedulerCore:
             max_running=self._fleet.max_running,
             live=len(live.sequences),
             prefilling=states[SequenceState.PREFILLING],
-            drafting=states[SequenceState.READY] + states[SequenceState.DRAFTING],
-            drafted=states[SequenceState.DRAFTED],
+            idle=states[SequenceState.IDLE],
             verifying=states[SequenceState.VERIFYING],
             moving=states[SequenceState.MOVING],
             acceptance=self._controller.acceptance,
-            workers=tuple(
-                WorkerSnapshot(
-                    worker.worker_id,
-                    worker.spec.role,
-                    len(worker.sequences),
-                    worker.free_pages,
-                    worker.spec.total_pages,
-                    len(worker.outstanding),
-                    *self._controller.law(worker),
-                )
-                for worker in self._fleet.workers()
-            ),
+            workers=(*map(_draft_snapshot, self._fleet.drafts.values()), *map(self._target_snapshot, targets)),
             keys=tuple(
                 KeySnapshot(
                     one.key.name, one.running, one.waiting, one.prompt_tokens, one.output_tokens, dict(one.refusals)
                 )
                 for one in live.accounts.totals()
             ),
-            drafting_now=tuple(
-                DraftingSnapshot(
-                    target.worker_id,
-                    draft_id,
-                    choice.length,
-                    choice.gain,
-                    choice.rate,
-                    self._controller.acceptance_of(draft_id),
-                )
-                for target in targets
-                for draft_id, choice in target.figures.choices.items()
-            ),
+            drafting_now=tuple(filter(None, map(_drafting_snapshot, targets))),
+        )
+
+    def _target_snapshot(self, target: TargetWorker) -> WorkerSnapshot:
+        return WorkerSnapshot(
+            target.worker_id,
+            target.spec.role,
+            len(target.sequences),
+            target.free_pages,
+            target.spec.total_pages,
+            len(target.outstanding),
+            *self._controller.law(target),
         )
 
     def sequences(self, limit: int) -> list[SequenceSnapshot]:
@@ -274,25 +256,42 @@ class SchedulerCore:
             return f"priority is {request.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
         return None
 
-    def _join(self, spec: WorkerSpec) -> None:
+    def _join(self, spec: WorkerSpec, now: float) -> None:
         self._fleet.add(spec)
+        self._assignment.renew(now)
         if len(self._fleet.targets) == 1:
             for sequence in self._live.waiting.members():
                 if not self._lifecycle.fits_somewhere(sequence):
                     self._lifecycle.fail(sequence, self._lifecycle.too_long(sequence))
 
+    def _drain(self, worker_id: str, now: float) -> None:
+        target, draft = self._fleet.targets.get(worker_id), self._fleet.drafts.get(worker_id)
+        if target is not None:
+            self._lifecycle.drain(target)
+        elif draft is not None:
+            self._assignment.drain(draft, now)
+        else:
+            self._lifecycle.emit(WorkerDrained(worker_id))
+
     def _lose(self, event: WorkerLost, now: float) -> None:
-        """Forgets everything in flight there. The worker's sequences go elsewhere, with the tokens that they have."""
-        worker = self._fleet.remove(event.worker_id)
-        self._controller.lose(event.worker_id)
-        if isinstance(worker, TargetWorker):
-            suspects = [] if event.blameless or worker.draining else in_flight(worker)
-            self._lifecycle.lose_target(worker, now)
-            blame(suspects, worker.worker_id, event.reason, self._lifecycle)
-        elif isinstance(worker, DraftWorker):
-            if not event.blameless:
-                blame_on_draft(worker, self._live.sequences)
-            for sequence in list(worker.sequences.values()):
-                self._lifecycle.leave_draft(sequence)
-                if sequence.state in (SequenceState.READY, SequenceState.DRAFTING):
-                    self._lifecycle.begin_round(sequence, now)
+        """Forgets everything in flight there. A target's sequences go elsewhere, with the tokens that they have."""
+        target = self._fleet.remove(event.worker_id)
+        if target is not None:
+            suspects = [] if event.blameless or target.draining else in_flight(target)
+            self._lifecycle.lose_target(target, now)
+            blame(suspects, target.worker_id, event.reason, self._lifecycle)
+        self._assignment.renew(now)
+
+
+def _draft_snapshot(draft: DraftWorker) -> WorkerSnapshot:
+    sequences = sum(len(target.sequences) for target in draft.targets.values())
+    return WorkerSnapshot(draft.worker_id, draft.spec.role, sequences, 0, 0, 0, 0.0, 0.0)
+
+
+def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:
+    """None where nothing was chosen yet."""
+    choice, model = target.figures.choice, target.figures.acceptance
+    if choice is None or model is None:
+        return None
+    proposer = target.worker_id if target.draft is None else target.draft.worker_id
+    return DraftingSnapshot(target.worker_id, proposer, choice.length, choice.gain, choice.rate, tuple(model.chances))

@@ -8,7 +8,7 @@ from itertools import islice
 from scheduler.batching.verify_grouping import GroupingView, pick
 from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
 from scheduler.state.worker_records import KvEntry, Work
-from scheduler.state.workers import DRAFTED, PREFILLING, VERIFYING, Sequence, TargetWorker
+from scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
 
@@ -38,8 +38,8 @@ class TargetPlanner:
             target.lone_step_was_last = False
         elif suspect is not None and target.lone_step_was_last and not target.in_flight:
             step = self._plan_alone(target, suspect, step_id, now)
-        if step is None and target.drafted:
-            target.waits_until = next(iter(target.drafted.values())).due
+        if step is None and target.idle:
+            target.waits_until = next(iter(target.idle.values())).due
         return step
 
     def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int, now: float) -> SendStep | None:
@@ -48,46 +48,34 @@ class TargetPlanner:
             self._add_prefill(target, [suspect], rows, work, target.chunk)
         else:
             self._add_group(target, [suspect], [0], rows, work)
-            group = _describe(rows, False, now - suspect.drafted_at)
+            group = GroupFormed(1, False, now - suspect.idle_since)
         if not rows:
             return None
         target.lone_step, target.lone_step_was_last = step_id, True
-        return target.send(step_id, rows, work, now, group)
+        return target.send(step_id, rows, work, group)
 
     def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         batch_size = self._config.batch_size
-        may_grow = bool(target.in_flight) and target.coming > 0
-        # A second step is queued only if it is full, or no sequence is on its way that could still join it.
-        if may_grow and len(target.drafted) < batch_size:
-            return None
         can_prefill = bool(target.prefilling) and target.can_prefill()
-        leaving, available = self._leaving(target), target.drafted
+        leaving, available = self._leaving(target), target.idle
         if leaving:
             available = {one: each for one, each in available.items() if one not in leaving}
         followers = [] if leaving else self._followers(target)
         if not (available or target.prefilling or followers):
             return None
-        view = GroupingView(
-            target.sequences.values(),
-            available,
-            target.coming,
-            0 if followers else target.verifying,  # whoever does not follow ends
-            batch_size,
-            now,
-            not can_prefill,
-            target.figures.drafting,
+        verifying = 0 if followers else target.verifying  # whoever does not follow ends
+        picked, forced = pick(
+            self._config.policy, GroupingView(available, verifying, batch_size, now, may_wait=not can_prefill)
         )
-        picked, forced = pick(self._config.policy, view)
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
         kept = min(target.chunk, room // 2) if target.prefilling else 0
-        chosen, drafted, left = self._fitting(picked, room - kept)
-        if may_grow and not chosen:
-            return None
+        chosen, lengths, left = self._fitting(picked, room - kept)
         rows, work = list[Row](), Work()
-        self._add_group(target, chosen, drafted, rows, work)
-        group, all_fit = rows.copy(), len(rows) == len(chosen)
-        waited = now - target.sequences[rows[0].sequence_id].drafted_at if rows else 0.0
+        self._add_group(target, chosen, lengths, rows, work)
+        all_fit, waited = len(rows) == len(chosen), 0.0
+        if rows:
+            waited = now - target.sequences[rows[0].sequence_id].idle_since
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
@@ -96,10 +84,12 @@ class TargetPlanner:
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
         if followers and all_fit and (chosen or not available):
-            left = room - work.decoded - work.fed
-            group += self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
-        shape = _describe(group, forced, waited)
-        return target.send(step_id, rows, work, now, shape) if rows else None
+            left = room - work.decoded - work.proposed - work.fed
+            self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
+        if not rows:
+            return None
+        group = GroupFormed(work.decoded, forced, waited) if work.decoded else None
+        return target.send(step_id, rows, work, group, _wait_seconds(target, rows) if work.proposed else 0.0)
 
     def _leaving(self, target: TargetWorker) -> set[int]:
         """Sequences that leave the target for a waiting one, once no row of them is in flight."""
@@ -108,75 +98,68 @@ class TargetPlanner:
 
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
-        samples, and proposes. All that go on must, else they would be in two steps from then on where one would do."""
+        samples. All that go on must, else they would be in two steps from then on where one would do."""
         if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        return followers if followers and self._lifecycle.knows_next(target, followers) else []
+        return followers if followers and self._lifecycle.knows_next(followers) else []
 
     @staticmethod
     def _fitting(sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
-        """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
+        """Fits a group into `room` tokens: its sequences, how many proposed tokens each verifies at most, and the room
+        that is left.
 
-        The last draft tokens of all are left out before any sequence is.
+        The last proposed tokens of all are left out before any sequence is.
         """
-        drafted = [len(sequence.draft_tokens) for sequence in sequences]
-        batched = len(sequences) + sum(drafted)
+        lengths = [sequence.verify for sequence in sequences]
+        batched = len(sequences) + sum(lengths)
         if batched > room:
             sequences = sequences[:room]
-            drafted = _leading(drafted[:room], room - len(sequences))
-            batched = len(sequences) + sum(drafted)
-        return sequences, drafted, room - batched
+            lengths = _leading(lengths[:room], room - len(sequences))
+            batched = len(sequences) + sum(lengths)
+        return sequences, lengths, room - batched
 
     def _add_group(
         self, target: TargetWorker, chosen: list[Sequence], lengths: list[int], rows: list[Row], work: Work
     ) -> None:
-        for sequence, drafted in zip(chosen, lengths, strict=True):
-            if sequence.state is not DRAFTED:
+        for sequence, verify in zip(chosen, lengths, strict=True):
+            if sequence.state is not IDLE:
                 continue  # it gave its pages to one before it
             sequence_id, length = sequence.sequence_id, sequence.length
             entry = target.kv[sequence_id]
-            short = length + drafted > entry.room
-            if short and not self._make_room(target, sequence, entry, length + drafted):
+            short = length + verify > entry.room
+            if short and not self._make_room(target, sequence, entry, length + verify):
                 continue
-            ahead = self._lifecycle.to_propose(sequence) if target.drafts_itself else 0
-            row = target.make_row(sequence, entry, entry.valid, length, sequence.draft_tokens[:drafted], ahead, True)
+            draft_length = self._lifecycle.to_propose(sequence)
+            row = target.make_row(sequence, entry, entry.valid, length, verify, draft_length, True)
             rows.append(row)
-            work.propose(ahead)
-            work.decoded += 1 + drafted
-            work.kv += row.kv_len
-            del (target.suspects if sequence.suspected else target.drafted)[sequence_id]
+            work.add(verify, row.kv_len)
+            del (target.suspects if sequence.suspected else target.idle)[sequence_id]
             sequence.state = VERIFYING
             target.verifying += 1
-            if sequence.draft is not None:
-                sequence.draft.verifying += 1
-                sequence.draft.changed = True
 
     def _add_followers(
         self, target: TargetWorker, followers: list[Sequence], rows: list[Row], work: Work, room: int
-    ) -> list[Row]:
-        """Returns the rows added. A sequence without pages for all that its row may feed waits for the answer instead:
-        then others can make room. What it verifies counts as work once that is known."""
-        added = []
+    ) -> None:
+        """A sequence without pages for all that its row may feed waits for the answer instead: then others can make
+        room."""
         for sequence in followers:
             sequence_id, length = sequence.sequence_id, sequence.length
             before = target.in_flight[sequence_id]
-            most = 1 + before.draft_length
-            end = length + len(before.draft_tokens) + most
+            verify = min(before.draft_length, sequence.end - length - 2)
+            most = 1 + verify
+            end = length + before.verify + most
             if most > room or end > target.spec.max_sequence_length:
                 continue
             if target.reserve(target.kv[sequence_id], end):
-                ahead = self._lifecycle.to_propose(sequence) if target.drafts_itself else 0
-                row = Row(sequence_id, length, sequence.tokens.digests[length], (), length + 1, (), ahead, True, before)
+                draft_length = self._lifecycle.to_propose(sequence)
+                digest = sequence.tokens.digests[length]
+                row = Row(sequence_id, length, digest, (), length + 1, verify, draft_length, True, before)
                 row.follows = True
                 target.in_flight[sequence_id] = row
-                added.append(row)
+                rows.append(row)
                 room -= most
-                work.propose(ahead)
-                work.decoded += 1
-                work.kv += length
-        rows += added
-        return added
+                work.add(verify, length)
 
     def _add_prefill(
         self, target: TargetWorker, sequences: Iterable[Sequence], rows: list[Row], work: Work, budget: int
@@ -195,9 +178,8 @@ class TargetPlanner:
                 budget -= end - start
                 work.fed += end - start
                 samples = end == sequence.length
-                ahead = self._lifecycle.to_propose(sequence) if samples and target.drafts_itself else 0
-                row = target.make_row(sequence, entry, start, end, (), ahead, samples)
-                work.propose(ahead)
+                propose = self._lifecycle.to_propose if samples else self._lifecycle.to_expect
+                row = target.make_row(sequence, entry, start, end, 0, propose(sequence), samples)
                 work.kv += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
                 rows.append(row)
@@ -211,7 +193,7 @@ class TargetPlanner:
         The first in precedence of a target's sequences gets through at the latest when the steps in flight are back.
         """
         while not target.reserve(entry, positions):
-            victim = target.last_idle(sequence)
+            victim = target.last_resting(sequence)
             if victim is None and target.has_behind(sequence):
                 return False  # one behind it has a row in flight, and can make room once that is answered
             self._lifecycle.preempt(victim or sequence)
@@ -225,20 +207,16 @@ def _by_service(sequences: Iterable[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=lambda sequence: sequence.account.served)
 
 
-def _describe(group: list[Row], forced: bool, waited: float) -> GroupFormed | None:
-    if not group:
-        return None
-    end, drafted, equal = group[0].end, len(group[0].draft_tokens), True
-    for row in group:
-        if row.end != end or len(row.draft_tokens) != drafted or _follows_proposal(row):
-            equal = False
-    return GroupFormed(len(group), equal, forced, waited)
-
-
-def _follows_proposal(row: Row) -> bool:
-    """Whether the length of a row is not known yet."""
-    before = row.before
-    return row.follows and before is not None and bool(before.draft_tokens or before.draft_length)
+def _wait_seconds(target: TargetWorker, rows: list[Row]) -> float:
+    """How long the step may wait for proposals of the target's draft worker. For lengths that were chosen, as long as
+    it pays to; for others, which are to be drafted in any case, at least the wait bound."""
+    choice, bound = target.figures.choice, target.wait_bound
+    if target.grant is None:
+        return 0.0
+    if choice is None:
+        return bound
+    fixed = (row.verify and target.sequences[row.sequence_id].request.draft_length is not None for row in rows)
+    return bound if choice.wait < bound and any(fixed) else choice.wait
 
 
 def _leading(lengths: list[int], room: int) -> list[int]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TypeVar
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
 from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.state.digests import DigestedTokens
-from scheduler.state.workers import DraftWorker, TargetWorker, Worker
-
-SomeWorker = TypeVar("SomeWorker", DraftWorker, TargetWorker)
+from scheduler.state.workers import DraftWorker, TargetWorker
 
 _MOST_LOAD = 1.25
 """KV that is there already spares a part of the prompt once; every token of the answer takes longer beside others."""
@@ -34,39 +30,36 @@ class Fleet:
         self.largest_capacity = 0
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
 
-    def workers(self) -> Iterator[Worker]:
-        yield from self.drafts.values()
-        yield from self.targets.values()
-
-    def find(self, worker_id: str) -> Worker | None:
-        return self.targets.get(worker_id) or self.drafts.get(worker_id)
-
     def add(self, spec: WorkerSpec) -> None:
         if spec.role is Role.TARGET:
             acceptance = self._acceptance(spec.own_draft_id) if spec.own_draft_id else None
             self.targets[spec.worker_id] = TargetWorker(spec, self._config, acceptance)
         else:
             acceptance = self._acceptance(spec.model_id or spec.worker_id)
-            self.drafts[spec.worker_id] = DraftWorker(spec, self._config, acceptance)
-        self._note_workers()
+            self.drafts[spec.worker_id] = DraftWorker(spec, acceptance)
+        self._note_targets()
 
     def _acceptance(self, model_id: str) -> ModelAcceptance:
         return self.models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
 
-    def remove(self, worker_id: str) -> Worker | None:
-        worker: Worker | None = self.targets.pop(worker_id, None) or self.drafts.pop(worker_id, None)
-        self._note_workers()
-        return worker
+    def remove(self, worker_id: str) -> TargetWorker | None:
+        """The target that is gone, if it is one."""
+        self.drafts.pop(worker_id, None)
+        target = self.targets.pop(worker_id, None)
+        if target is not None and target.draft is not None:
+            del target.draft.targets[worker_id]
+        self._note_targets()
+        return target
 
     def drain(self, target: TargetWorker) -> None:
         """The target takes no new sequences from now on."""
         target.draining = True
-        self._note_workers()
+        self._note_targets()
 
-    def _note_workers(self) -> None:
-        """Which workers there are has changed, and with it what any of them may do."""
-        for worker in self.workers():
-            worker.changed = True
+    def _note_targets(self) -> None:
+        """Which targets there are has changed, and with it what any of them may do."""
+        for target in self.targets.values():
+            target.changed = True
         accepting = [target for target in self.targets.values() if not target.draining]
         self.accepting = len(accepting)
         self.max_running = sum(self._config.running_on(target.spec.max_num_batched_tokens) for target in accepting)
@@ -80,21 +73,17 @@ class Fleet:
         free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
         return _closest([one for one in free if one.has_room(positions)], scope, tokens)
 
-    def pick_draft(self, scope: bytes, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
-        """The draft worker for a sequence of these tokens, with room for `positions` more."""
-        return _closest([draft for draft in self.drafts.values() if draft.has_room(positions)], scope, tokens)
 
-
-def _closest(workers: list[SomeWorker], scope: bytes, tokens: DigestedTokens) -> SomeWorker | None:
-    """The worker that has had the longest beginning of these tokens, of those that would then have at most
+def _closest(targets: list[TargetWorker], scope: bytes, tokens: DigestedTokens) -> TargetWorker | None:
+    """The target that has had the longest beginning of these tokens, of those that would then have at most
     `_MOST_LOAD` times as many sequences as they have on average, or as few as any; among equals the one with the fewest
     sequences (consistent hashing with bounded loads, arXiv 1608.01350, with a memory in place of the hash).
     """
-    if len(workers) < 2:
-        return workers[0] if workers else None
-    counts = [len(worker.sequences) for worker in workers]
-    most = max(min(counts), int(_MOST_LOAD * (1 + sum(counts)) / len(workers)) - 1)
+    if len(targets) < 2:
+        return targets[0] if targets else None
+    counts = [len(target.sequences) for target in targets]
+    most = max(min(counts), int(_MOST_LOAD * (1 + sum(counts)) / len(targets)) - 1)
     return max(
-        (worker for worker, count in zip(workers, counts, strict=True) if count <= most),
-        key=lambda worker: (worker.prefixes.longest(scope, tokens), -len(worker.sequences)),
+        (target for target, count in zip(targets, counts, strict=True) if count <= most),
+        key=lambda target: (target.prefixes.longest(scope, tokens), -len(target.sequences)),
     )

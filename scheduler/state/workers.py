@@ -1,17 +1,16 @@
-"""Sequences and workers, and which workers hold which sequences: the two ends of one relation, so all in one module."""
+"""Sequences and workers, and which targets hold which sequences: the two ends of one relation, so all in one module."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
+    DraftGrant,
     FinishReason,
     GroupFormed,
-    Outcome,
     PromptScoring,
     Row,
     SendStep,
@@ -22,7 +21,7 @@ from scheduler.messages import (
 )
 from scheduler.page_counts import PageCounts
 from scheduler.speculation.acceptance import ModelAcceptance
-from scheduler.speculation.goodput import DraftFigures, TargetFigures
+from scheduler.speculation.goodput import TargetFigures
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.prefixes import KnownPrefixes
@@ -30,11 +29,8 @@ from scheduler.state.worker_records import KvEntry, Step, Work
 
 # Looked up for every row: names are faster than attributes of the enumeration.
 WAITING, PREFILLING, MOVING = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.MOVING
-READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
-DRAFTED, VERIFYING, ENDED = SequenceState.DRAFTED, SequenceState.VERIFYING, SequenceState.ENDED
+IDLE, VERIFYING, ENDED = SequenceState.IDLE, SequenceState.VERIFYING, SequenceState.ENDED
 
-STEADY_KV_LAG = 2
-"""The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
 _NOTHING_TO_SCORE = sys.maxsize
 """A position behind all others."""
 
@@ -57,29 +53,17 @@ class Sequence:
     length: int = field(init=False)
     end: int = field(init=False)
     state: SequenceState = WAITING
-    """Only `change_state`, the planners and `Lifecycle` change it, since the workers' indexes must follow."""
+    """Only `change_state`, the planner and `Lifecycle` change it, since the target's indexes must follow."""
     target: TargetWorker | None = None
-    draft: DraftWorker | None = None
-    """A draft worker, if any had room. Target and draft hold KV of the sequence."""
     kv_move: KvMove | None = None
     """Set while the KV moves to another target, where the sequence is placed as well then."""
 
     # One round.
-    planned_draft_length: int = 0
-    """Tokens to draft in the present round."""
-    requested_draft_length: int = 0
-    """Tokens that the draft was asked for in the round that waits for verification."""
-    draft_tokens: tuple[int, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()
-    """Those of the verification under way that the draft has prepared for."""
-    prepared_for: int = 0
-    """The draft is asked to prepare at most once at each length, the last time at this one."""
-    wants_draft_kv: bool = False
-    """Whether a draft worker should keep its KV of the sequence up to date; else that may lag behind."""
-    probing: bool = False
-    """Whether the sequence drafts only to learn what comes of it."""
-    drafted_at: float = 0.0
+    verify: int = 0
+    """Proposed tokens that the next row may verify: so many were asked for with the row before."""
+    idle_since: float = 0.0
     due: float = 0.0
+    """When an IDLE sequence waits for others no more."""
 
     # What the first output tells of the prompt.
     prompt_left: int = field(init=False)
@@ -91,17 +75,13 @@ class Sequence:
 
     # Failures, and blame (scheduler/transitions/blame.py).
     target_failures: int = 0
-    draft_failures: int = 0
     drafting_refused: bool = False
+    """Drafts were lost with the sequence, and are not asked for it any more."""
     suspected: bool = False
     """The sequence had a row on a target that was lost. Its rows are alone in their steps."""
     suspected_until: int = 0
     """A suspect is cleared when its length reaches this."""
     suspicions: int = 0
-    draft_losses: int = 0
-    """Draft workers that were lost with a row of the sequence."""
-    proposals_owed: int = 0
-    """The sequence is drafted for no more if a draft is lost again while it owes any; each proposal is one less."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -136,11 +116,6 @@ class Sequence:
         known = self.score_from + len(logprobs)
         self.score_from = known if known < len(self.request.prompt) - 1 else _NOTHING_TO_SCORE
 
-    def prepared(self, accepted: int, token: int) -> Outcome | None:
-        """What the draft has prepared for this outcome of the verification, which is over now."""
-        outcomes, self.outcomes = self.outcomes, ()
-        return next((one for one in outcomes if one.accepted == accepted and one.token == token), None)
-
     def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""
         stop_token_ids, remaining = self.request.stop_token_ids, self.end - self.length
@@ -174,40 +149,70 @@ class KvMove:
     pages: int = 0
 
 
-class WorkerState:
-    """What the core knows of any worker: its KV and pages, and the steps that it has not answered."""
+class TargetWorker:
+    """A target worker: its KV and pages, the steps that it has not answered, and what its sequences wait for."""
 
-    def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance | None = None) -> None:
+        """`acceptance`: of the target's own draft, if it has one."""
         self.spec, self.worker_id, self.page_size = spec, spec.worker_id, spec.page_size
         half = max(1, spec.max_num_batched_tokens // 2)
         self.chunk = min(config.prefill_chunk or half, spec.max_num_batched_tokens)
-        # A target's row feeds a chunk or verifies a draft; a draft's row catches up by a chunk, and proposes.
+        # A row feeds a chunk or verifies a proposal.
         ahead = self.chunk + spec.max_num_batched_tokens // 2
         counts = PageCounts(spec.page_spans or (spec.page_size,), spec.page_windows or (0,), ahead)
         self.pages_for = counts.pages_for
         self.capacity = counts.longest(spec.total_pages, spec.max_sequence_length)
         """Tokens of the longest sequence that fits when no other is placed here."""
+        self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
+        """The most tokens that a row verifies: two rows always fit a step, so that verification cannot shut prefill
+        out."""
+        self.figures = TargetFigures(config.initial_step_seconds, acceptance)
+        self.draining = False
+        """Whether the worker gets no new sequences, since it will leave."""
+        self.changed = True
+        """Whether anything here has changed since the worker was last asked for a step."""
+
+        self.draft: DraftWorker | None = None
+        """Who serves it; `grant` says so to the worker, `granted_at` since when."""
+        self.grant: DraftGrant | None = None
+        self.granted_at = 0.0
+        self.late_steps = 0
+        """Steps in a row in which too few proposals were there in time."""
+        self.told: DraftGrant | None = None
+        """The grant in the step that was sent last."""
+
         self.free_pages = spec.total_pages
         self.pages_of_moves = 0
         """Reserved for KV that no sequence needs and that may still arrive."""
         self.prefixes = KnownPrefixes(spec.page_size, spec.total_pages)
-        self.sequences: dict[int, Sequence] = {}
-        """Those placed here."""
         self.kv: dict[int, KvEntry] = {}
+        self.releases: dict[int, None] = {}
+        """Sequences whose KV the worker may free."""
+
         self.in_flight: dict[int, Row] = {}
         """The latest row of each sequence that has one in flight."""
         self.outstanding: dict[int, Step] = {}
-        self.releases: dict[int, None] = {}
-        """Sequences whose KV the worker may free."""
-        self.changed = True
-        """Whether anything here has changed since the worker was last asked for a step."""
-        self.draining = False
-        """Whether the worker gets no new sequences, since it will leave."""
-        self._steps_in_flight = config.steps_in_flight
+        self.lone_step: int | None = None
+        """The last step with a suspect's row, beside which none may be in flight."""
+        self.lone_step_was_last = False
 
-    @property
-    def can_take_step(self) -> bool:
-        return len(self.outstanding) < self._steps_in_flight
+        self.sequences: dict[int, Sequence] = {}
+        """Those placed here."""
+        self.prefilling: dict[int, Sequence] = {}
+        """PREFILLING sequences in the order in which they came here, which is the order of admission."""
+        self.idle: dict[int, Sequence] = {}
+        """IDLE sequences, those first that have been so for longest."""
+        self.suspects: dict[int, Sequence] = {}
+        """Suspected sequences, PREFILLING or IDLE, which are in no other index: their rows go alone."""
+        self.verifying = 0
+        """VERIFYING sequences."""
+        self.waits_until: float | None = None
+        """Until when IDLE sequences wait at most, for others or for the step under way; None where nothing waits."""
+        self._latest_due = 0.0
+        self._steps_in_flight = config.steps_in_flight
+        self._batch_size, self._wait_bound_steps = config.batch_size, config.wait_bound_steps
+
+    # --- KV and pages -------------------------------------------------------------------------------------------------
 
     def reserve(self, entry: KvEntry, positions: int) -> bool:
         """Grows the entry's pages to hold `positions`, if so many are free; else changes nothing: False."""
@@ -247,6 +252,25 @@ class WorkerState:
             self.releases[sequence_id] = None
         self.abandon_rows(sequence_id)
 
+    def has_behind(self, sequence: Sequence) -> bool:
+        """Whether any sequence here gives way to this one."""
+        precedence = sequence.precedence
+        return any(other.precedence > precedence for other in self.sequences.values())
+
+    def last_resting(self, sequence: Sequence) -> Sequence | None:
+        """The sequence that gives way first, of those here that give way to this one and have no row in flight."""
+        last, precedence = None, sequence.precedence
+        for sequence_id, other in self.sequences.items():
+            if other.precedence > precedence and sequence_id not in self.in_flight:
+                last, precedence = other, other.precedence
+        return last
+
+    # --- rows and steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def can_take_step(self) -> bool:
+        return len(self.outstanding) < self._steps_in_flight
+
     def abandon_rows(self, sequence_id: int) -> None:
         """Ignores the answers to all rows of the sequence that are in flight."""
         row = self.in_flight.get(sequence_id)
@@ -271,26 +295,13 @@ class WorkerState:
         else:
             del self.in_flight[row.sequence_id]
 
-    def has_behind(self, sequence: Sequence) -> bool:
-        """Whether any sequence here gives way to this one."""
-        precedence = sequence.precedence
-        return any(other.precedence > precedence for other in self.sequences.values())
-
-    def last_idle(self, sequence: Sequence) -> Sequence | None:
-        """The sequence that gives way first, of those here that give way to this one and have no row in flight."""
-        last, precedence = None, sequence.precedence
-        for sequence_id, other in self.sequences.items():
-            if other.precedence > precedence and sequence_id not in self.in_flight:
-                last, precedence = other, other.precedence
-        return last
-
     def make_row(
         self,
         sequence: Sequence,
         entry: KvEntry,
         start: int,
         end: int,
-        draft_tokens: tuple[int, ...] = (),
+        verify: int = 0,
         draft_length: int = 0,
         sample: bool = False,
     ) -> Row:
@@ -304,7 +315,7 @@ class WorkerState:
             tokens.digests[start],
             tuple(tokens.tokens[start:end]),
             end,
-            draft_tokens,
+            verify,
             draft_length,
             sample,
             self.in_flight.get(sequence_id),
@@ -318,99 +329,26 @@ class WorkerState:
             row.known = True
         return row
 
-    def send(self, step_id: int, rows: Items[Row], work: Work, now: float, group: GroupFormed | None) -> SendStep:
+    def send(
+        self, step_id: int, rows: Items[Row], work: Work, group: GroupFormed | None = None, wait_seconds: float = 0.0
+    ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
         self.changed = True
-        released, rows = tuple(self.releases), tuple(rows)
+        released, rows, grant = tuple(self.releases), tuple(rows), self.grant
         self.releases.clear()
-        self.outstanding[step_id] = Step(rows, work, None if self.outstanding else now)
-        return SendStep(self.worker_id, step_id, rows, released, group)
+        self.outstanding[step_id] = Step(rows, work, grant)
+        self.told = grant
+        return SendStep(self.worker_id, step_id, rows, released, group, grant, wait_seconds)
 
-
-class DraftWorker(WorkerState):
-    """A draft worker: the sequences that are `ready` for a proposal, and those whose KV must catch up (`lagging`)."""
-
-    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance) -> None:
-        super().__init__(spec, config)
-        self.figures = DraftFigures(acceptance)
-        self.ready: dict[int, Sequence] = {}
-        self.lagging: dict[int, Sequence] = {}
-        self.max_kv_lag = min(max(self.chunk, STEADY_KV_LAG), spec.max_num_batched_tokens)
-        """Committed tokens that one step can feed before it proposes."""
-        self.verifying = 0
-        """Those placed here that a target is verifying: they may come back any moment."""
-        self.watches_targets = False
-        """Whether a step that can be sent here depends on what the targets do next."""
-
-    def kv_lag(self, sequence: Sequence) -> int:
-        """Committed tokens whose KV is missing; at least 1, since a proposal needs the logits of the last one."""
-        missing = sequence.length - self.kv[sequence.sequence_id].valid
-        return missing if missing > 1 else 1
-
-    def update_lagging(self, sequence: Sequence) -> None:
-        """Updates `lagging`; to be called when the sequence's length, KV or `wants_draft_kv` has changed."""
-        if sequence.wants_draft_kv and self.kv_lag(sequence) > STEADY_KV_LAG:
-            self.lagging.setdefault(sequence.sequence_id, sequence)
-            self.changed = True
-        elif self.lagging:
-            self.lagging.pop(sequence.sequence_id, None)
-
-    def place(self, sequence: Sequence, positions: int) -> None:
-        super().place(sequence, positions)
-        self.update_lagging(sequence)
-
-    def evict(self, sequence: Sequence) -> None:
-        super().evict(sequence)
-        self.lagging.pop(sequence.sequence_id, None)
+    # --- who waits for what -------------------------------------------------------------------------------------------
 
     def index(self, sequence: Sequence, state: SequenceState, by: int) -> None:
         """A sequence here has got into this state (`by` 1), or has left it (-1)."""
         self.changed = True
         if state is VERIFYING:
             self.verifying += by
-        elif state is READY and by > 0:
-            self.ready[sequence.sequence_id] = sequence
-        elif state is READY:
-            del self.ready[sequence.sequence_id]
-
-
-class TargetWorker(WorkerState):
-    """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
-
-    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance | None = None) -> None:
-        """`acceptance`: of the target's own draft, if it has one."""
-        super().__init__(spec, config)
-        self.figures = TargetFigures(config.initial_step_seconds, acceptance)
-        self.drafts_itself = acceptance is not None
-        """Whether the target proposes itself: its sequences need no draft worker."""
-        self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
-        """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
-        self.prefilling: dict[int, Sequence] = {}
-        """PREFILLING sequences in the order in which they came here, which is the order of admission."""
-        self.drafted: dict[int, Sequence] = {}
-        """DRAFTED sequences in the order in which they were drafted."""
-        self.suspects: dict[int, Sequence] = {}
-        """Suspected sequences, PREFILLING or DRAFTED, which are in no other index: their rows go alone."""
-        self.coming = 0
-        """READY and DRAFTING sequences."""
-        self.verifying = 0
-        self.lone_step: int | None = None
-        """The last step with a suspect's row, beside which none may be in flight."""
-        self.lone_step_was_last = False
-        self.waits_until: float | None = None
-        """Until when those to verify wait at most, for others or for the step under way; None where nothing waits."""
-        self._latest_due = 0.0
-        self._batch_size, self._wait_bound_steps = config.batch_size, config.wait_bound_steps
-
-    def index(self, sequence: Sequence, state: SequenceState, by: int) -> None:
-        """A sequence here has got into this state (`by` 1), or has left it (-1)."""
-        self.changed = True
-        if state is VERIFYING:
-            self.verifying += by
-        elif state is READY or state is DRAFTING:
-            self.coming += by
-        elif state is DRAFTED or state is PREFILLING:
-            waiting = self.drafted if state is DRAFTED else self.prefilling
+        elif state is IDLE or state is PREFILLING:
+            waiting = self.idle if state is IDLE else self.prefilling
             if by > 0:
                 (self.suspects if sequence.suspected else waiting)[sequence.sequence_id] = sequence
             elif self.suspects.pop(sequence.sequence_id, None) is None:
@@ -418,16 +356,17 @@ class TargetWorker(WorkerState):
 
     @property
     def wait_bound(self) -> float:
-        """Seconds that a DRAFTED sequence may now wait voluntarily."""
+        """Seconds that an IDLE sequence may now wait voluntarily."""
         return self._wait_bound_steps * self.figures.step.seconds
 
     def due(self, now: float) -> float:
-        """Until when a sequence drafted now may be made to wait: the bound, counted from its place in the queue.
+        """Until when a sequence that is IDLE from now on may be made to wait: the bound, counted from its place among
+        the others.
 
-        Sequences drafted earlier go first in any case, a batch in each step; that wait is not a choice. No sequence is
-        due before one that was drafted earlier.
+        Those that were IDLE earlier go first in any case, a batch in each step; that wait is not a choice. No sequence
+        is due before one that was IDLE earlier.
         """
-        steps = self._wait_bound_steps + len(self.drafted) // self._batch_size
+        steps = self._wait_bound_steps + len(self.idle) // self._batch_size
         due = now + steps * self.figures.step.seconds
         if due > self._latest_due:
             self._latest_due = due
@@ -444,12 +383,12 @@ class TargetWorker(WorkerState):
 
     def can_follow(self) -> list[Sequence]:
         """The sequences with a row in the step that was sent last, after which the worker knows what to feed next: the
-        row feeds all committed tokens, and samples one or has the target's own draft propose the others."""
+        row feeds all committed tokens, and samples one."""
         last = next(reversed(self.outstanding.values()), None)
         return [
             sequence
             for row in (last.rows if last is not None else ())
-            if row.sample and not row.abandoned and (self.drafts_itself or not row.draft_tokens)
+            if row.sample and not row.abandoned
             for sequence in (self.sequences[row.sequence_id],)
             if row.end == sequence.length and not sequence.suspected
         ]
@@ -469,19 +408,30 @@ class TargetWorker(WorkerState):
         return max(valid, row.end)
 
 
-Worker: TypeAlias = DraftWorker | TargetWorker
-Drafter: TypeAlias = DraftWorker | TargetWorker
-"""Who proposes for a sequence: a draft worker, or a target that drafts itself."""
+class DraftWorker:
+    """A draft worker. It serves `targets`, which ask it for proposals themselves."""
+
+    def __init__(self, spec: WorkerSpec, acceptance: ModelAcceptance) -> None:
+        self.spec, self.worker_id = spec, spec.worker_id
+        self.acceptance = acceptance
+        """Of its model."""
+        self.draining = False
+        """Whether it gets no targets any more, since it will leave."""
+        self.targets: dict[str, TargetWorker] = {}
+
+    @property
+    def load(self) -> int:
+        """In running sequences, and one for each target: that may get some."""
+        return sum(1 + len(target.sequences) for target in self.targets.values())
 
 
 def change_state(sequence: Sequence, state: SequenceState) -> None:
-    """Changes the state, and with it the sequence's place in the indexes of its workers."""
-    before, target, draft = sequence.state, sequence.target, sequence.draft
+    """Changes the state, and with it the sequence's place in the indexes of its target."""
+    before, target = sequence.state, sequence.target
     sequence.state = state
-    for worker in (target, draft):
-        if worker is not None:
-            worker.index(sequence, before, -1)
-            worker.index(sequence, state, 1)
+    if target is not None:
+        target.index(sequence, before, -1)
+        target.index(sequence, state, 1)
 
 
 def already_ended(request: SequenceRequest) -> FinishReason | None:

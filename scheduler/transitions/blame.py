@@ -10,10 +10,10 @@ with each suspicion a sequence has to come twice as far for that. The mark goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from scheduler.messages import Command, SuspectSequence, Suspicion
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
+from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
 _MOST_DOUBLINGS = 20
@@ -36,18 +36,6 @@ def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lif
             f"a target worker was lost while it computed this sequence, and then target worker {worker_id}, while it "
             f"computed nothing else{': ' if reason else ''}{reason}",
         )
-
-
-def blame_on_draft(draft: DraftWorker, live: Mapping[int, Sequence]) -> None:
-    """The draft worker was lost. A sequence that went down with another one is no longer drafted for, unless enough
-    was proposed for it in between: once after the first loss, and twice as often after each that follows.
-
-    Abandoned rows count: the draft may have been computing one when its sequence lost its target.
-    """
-    for sequence in filter(None, map(live.get, draft.in_flight)):
-        sequence.drafting_refused |= sequence.proposals_owed > 0
-        sequence.proposals_owed = 1 << sequence.draft_losses
-        sequence.draft_losses += 1
 
 
 def suspect(sequence: Sequence, emit: Callable[[Command], None]) -> None:

@@ -12,7 +12,6 @@ from scheduler.messages import (
     FinishSequence,
     KvMoved,
     MoveKv,
-    Outcome,
     Row,
     SequenceState,
     WorkerDrained,
@@ -21,13 +20,10 @@ from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.live_set import LiveSet
 from scheduler.state.workers import (
-    DRAFTED,
-    DRAFTING,
     ENDED,
+    IDLE,
     MOVING,
     PREFILLING,
-    READY,
-    STEADY_KV_LAG,
     VERIFYING,
     WAITING,
     KvMove,
@@ -36,6 +32,7 @@ from scheduler.state.workers import (
     change_state,
 )
 from scheduler.statistics import Counters
+from scheduler.transitions.assignment import Assignment
 from scheduler.transitions.making_way import Way, find_way
 
 MAX_MOVES_PER_TARGET = 4
@@ -49,11 +46,14 @@ class Lifecycle:
         self.config = config
         self.live = LiveSet(config.keys)
         self.fleet = Fleet(config)
+        self.assignment = Assignment(self.fleet)
         self.counters = Counters()
         self.controller = Controller(config, self.fleet, self.counters)
         self.commands: list[Command] = []
         self.emit = self.commands.append
         self._auto = config.policy is Policy.AUTO
+        self._free = config.policy in (Policy.AUTO, Policy.RAGGED)
+        """Whether rows of any lengths are verified together."""
         self._moves: dict[int, KvMove] = {}
         """Those that were not answered yet."""
         self._last_move_id = 0
@@ -65,149 +65,70 @@ class Lifecycle:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, sequence: Sequence, now: float, prepared: Outcome | None = None) -> None:
-        """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
-        wanted, or the draft or the target's own draft has `prepared` one.
-
-        A sequence whose target drains moves to another target first, if one has room.
-        """
-        target, draft = sequence.target, sequence.draft
-        if target is not None and target.draining and self.leave_target(sequence):
+    def begin_round(self, sequence: Sequence, now: float, proposed: int = 0) -> None:
+        """The target is up to date: the sequence waits for a verify group, to verify up to `proposed` tokens in it. A
+        sequence whose target drains moves to another target first, if one has room."""
+        target = sequence.target
+        if target is None or (target.draining and self.leave_target(sequence)):
             return
-        if sequence.request.expected_output:
-            self._propose_expected(sequence, now)
-            return
-        if target is not None and target.drafts_itself:
-            self._take_own_proposal(sequence, now, prepared)
-            return
-        if draft is not None and sequence.length >= draft.spec.max_sequence_length:
-            self.leave_draft(sequence)
-        planned = self.longest_draft(sequence)
-        if planned and self._auto and sequence.request.draft_length is None:
-            planned = self.controller.for_round(sequence, planned)
-        if planned and sequence.draft is None:
-            self._find_draft(sequence)
-            planned = min(planned, self.longest_draft(sequence))
-        sequence.planned_draft_length = planned
-        sequence.wants_draft_kv = planned > 0
-        draft, sequence_id = sequence.draft, sequence.sequence_id
-        kv_lag = 0 if draft is None else sequence.length - draft.kv[sequence_id].valid
-        if draft is not None and (kv_lag > STEADY_KV_LAG or draft.lagging):
-            draft.update_lagging(sequence)
-        if draft is None or not planned:
-            self.skip_draft(sequence, now)
-            return
-        if prepared is not None and not sequence.probing:
-            tokens = prepared.draft_tokens[: self.longest_draft(sequence)]
-            self.become_drafted(sequence, tokens, len(tokens), now)
-            return
-        row = draft.in_flight.get(sequence_id)
-        fed = 0 if row is None or row.abandoned else len(row.tokens)
-        if max(kv_lag, 1) - fed > draft.max_kv_lag:
-            self.skip_draft(sequence, now)
-        elif sequence.state is VERIFYING and target is not None:
-            # As `change_state` does: most rounds begin here.
-            sequence.state, target.changed, draft.changed = READY, True, True
-            target.verifying -= 1
-            target.coming += 1
-            draft.verifying -= 1
-            draft.ready[sequence_id] = sequence
-        else:
-            change_state(sequence, READY)
+        longest = self.longest_draft(sequence)
+        sequence.verify = proposed if proposed < longest else longest
+        sequence.idle_since, sequence.due = now, target.due(now)
+        change_state(sequence, IDLE)
 
-    def _propose_expected(self, sequence: Sequence, now: float) -> None:
-        """Nothing is learnt from it, so no token counts as requested."""
-        self.leave_draft(sequence)
-        sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
-        rest = sequence.request.expected_output[sequence.length - len(sequence.request.prompt) :]
-        self.become_drafted(sequence, rest[: self.longest_draft(sequence)], 0, now)
-
-    def _take_own_proposal(self, sequence: Sequence, now: float, prepared: Outcome | None) -> None:
-        """Of a target that drafts itself, which came with the answer; None where there is none, as after a move."""
-        self.leave_draft(sequence)
-        sequence.planned_draft_length, sequence.wants_draft_kv = 0, False
-        proposal = () if prepared is None else prepared.draft_tokens
-        tokens = proposal[: self.longest_draft(sequence)]
-        self.become_drafted(sequence, tokens, len(tokens), now)
-
-    def to_propose(self, sequence: Sequence) -> int:
-        """Tokens that its target is to propose itself with the sequence's next row, for the round after it."""
-        if sequence.request.expected_output:
-            return 0
-        length = min(self.longest_draft(sequence), sequence.end - sequence.length - 2)
-        if length > 0 and self._auto and sequence.request.draft_length is None:
-            length = self.controller.for_round(sequence, length)
-        return max(0, length)
-
-    def go_on(self, sequence: Sequence, row: Row, prepared: Outcome | None) -> None:
-        """The row of the next round is with the target already, and follows: it verifies what the target's own draft
-        has `prepared`, if anything."""
-        sequence.draft_tokens = () if prepared is None else prepared.draft_tokens
-        row.kv_len, row.end, row.draft_tokens = sequence.length - 1, sequence.length, sequence.draft_tokens
+    def go_on(self, sequence: Sequence, row: Row) -> None:
+        """The row of the next round is with the target already, and follows."""
+        row.kv_len, row.end = sequence.length - 1, sequence.length
         row.prefix_digest = sequence.tokens.digests[row.kv_len]
-        sequence.planned_draft_length, sequence.requested_draft_length = 0, len(sequence.draft_tokens)
-        sequence.wants_draft_kv = False
-        if sequence.draft is not None:
-            sequence.draft.update_lagging(sequence)
         if sequence.state is not VERIFYING:
             change_state(sequence, VERIFYING)
 
-    def knows_next(self, target: TargetWorker, sequences: Iterable[Sequence]) -> bool:
-        """Whether the target knows at the end of the round under way what each of them feeds in the next: no draft
-        worker proposes, as far as that is known, and no policy has a say in who is verified together."""
-        if target.drafts_itself:
-            free = self.config.policy in (Policy.AUTO, Policy.RAGGED)
-            return free and not any(one.request.expected_output for one in sequences)
-        return all(self.controller.stays_plain(one) or not self.longest_draft(one) for one in sequences)
-
-    def skip_draft(self, sequence: Sequence, now: float) -> None:
-        """Goes on with a plain decoding round."""
-        self.become_drafted(sequence, (), 0, now)
-
-    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], requested: int, now: float) -> None:
-        """The draft was asked for `requested` tokens."""
-        sequence.draft_tokens = draft_tokens
-        sequence.requested_draft_length = requested
-        sequence.drafted_at = now
-        target = sequence.target
-        if target is not None:
-            sequence.due = target.due(now)
-        if sequence.state is DRAFTING and target is not None:
-            # As `change_state` does: most proposals come here. No suspect is drafted for.
-            sequence.state, target.changed = DRAFTED, True
-            target.coming -= 1
-            target.drafted[sequence.sequence_id] = sequence
-        else:
-            change_state(sequence, DRAFTED)
-
     def catch_up(self, sequence: Sequence) -> None:
-        """Goes back to feeding the target committed tokens, and drops a pending proposal."""
-        sequence.draft_tokens, sequence.outcomes = (), ()
-        if sequence.draft is not None:
-            sequence.draft.update_lagging(sequence)
+        """Goes back to feeding the target committed tokens."""
         change_state(sequence, PREFILLING)
 
-    def drafting_changed(self, target: TargetWorker) -> None:
-        """The target begins to draft or ceases to: newcomers that will not draft need no draft KV."""
-        for sequence in target.prefilling.values():
-            if sequence.wants_draft_kv and sequence.request.draft_length is None:
-                sequence.wants_draft_kv = self.controller.newcomer_drafts(target, sequence)
-                if sequence.draft is not None:
-                    sequence.draft.update_lagging(sequence)
+    def knows_next(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the target can go on with each of them at the end of the round under way: the policy has no say in
+        who is verified together, or nothing is proposed that makes their lengths differ."""
+        return self._free or not any(map(self.longest_draft, sequences))
+
+    def to_propose(self, sequence: Sequence) -> int:
+        """Tokens to propose with the sequence's next row, which samples, for the round after it."""
+        length = self.longest_draft(sequence)
+        if length >= (rest := sequence.end - sequence.length - 1):
+            length = rest - 1
+        if length <= 0:
+            return 0
+        if self._chooses(sequence) and sequence.target is not None:
+            chosen = self.controller.for_round(sequence.target, sequence)
+            return chosen if chosen < length else length
+        return length
+
+    def to_expect(self, sequence: Sequence) -> int:
+        """What `to_propose` is expected to say once the prompt is computed: without it, a draft need not read that."""
+        length = self.longest_draft(sequence)
+        if length and self._chooses(sequence) and sequence.target is not None:
+            return min(length, sequence.target.figures.length)
+        return length
+
+    def _chooses(self, sequence: Sequence) -> bool:
+        """Whether the controller decides how many tokens the sequence drafts."""
+        request = sequence.request
+        return self._auto and request.draft_length is None and not request.expected_output
 
     def longest_draft(self, sequence: Sequence) -> int:
-        """Tokens that may be proposed in the sequence's next round, if its draft worker can."""
-        if sequence.drafting_refused or sequence.suspected:
+        """Tokens that may be verified in the sequence's next round: 0 where nobody proposes any."""
+        request, target = sequence.request, sequence.target
+        if sequence.suspected:
             return 0
-        requested, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
-        length = self.config.draft_length if requested is None else requested
+        length = self.config.draft_length if request.draft_length is None else request.draft_length
         if length >= (rest := sequence.end - sequence.length):
             length = rest - 1
-        if target is not None and length > target.longest_draft:
-            length = target.longest_draft
-        if draft is not None and length > (rest := draft.spec.max_sequence_length - sequence.length):
-            length = max(0, rest)
-        return length
+        if target is None:
+            return length
+        if (sequence.drafting_refused or target.figures.acceptance is None) and not request.expected_output:
+            return 0
+        return length if length < target.longest_draft else target.longest_draft
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -226,12 +147,6 @@ class Lifecycle:
             live.start(sequence)
             target.place(sequence, positions)
             sequence.target = target
-            requested = sequence.request.draft_length is not None
-            proposed = target.drafts_itself or bool(sequence.request.expected_output)
-            drafts = self.longest_draft(sequence) > 0 and not proposed
-            sequence.wants_draft_kv = drafts and (requested or self.controller.newcomer_drafts(target, sequence))
-            if sequence.wants_draft_kv:
-                self._find_draft(sequence)
             change_state(sequence, PREFILLING)
             admitted = True
         if before is not None:
@@ -277,23 +192,6 @@ class Lifecycle:
         need, limit = sequence.end - 1, self.fleet.largest_capacity
         return f"prompt of {prompt} and max_tokens of {most} need {need} positions, the limit is {limit}"
 
-    def _find_draft(self, sequence: Sequence) -> None:
-        """Places the sequence on a draft worker, if one has room."""
-        positions = sequence.length + self.longest_draft(sequence)
-        draft = self.fleet.pick_draft(sequence.request.cache_scope, sequence.tokens, positions)
-        if draft is not None:
-            draft.place(sequence, positions)
-            draft.index(sequence, sequence.state, 1)
-            sequence.draft = draft
-
-    def leave_draft(self, sequence: Sequence) -> None:
-        """Gives up the draft worker. A sequence that was READY or DRAFTING must begin its round again."""
-        draft = sequence.draft
-        if draft is not None:
-            draft.index(sequence, sequence.state, -1)
-            draft.evict(sequence)
-            sequence.draft = None
-
     def leave_target(self, sequence: Sequence) -> bool:
         """Takes the sequence off a draining target, with its KV where that is sooner. False: it stays.
 
@@ -318,8 +216,6 @@ class Lifecycle:
             return True
         if sum(move.source is source and not move.abandoned for move in self._moves.values()) >= MAX_MOVES_PER_TARGET:
             return False
-        if sequence.draft is not None:
-            sequence.draft.update_lagging(sequence)
         destination.place(sequence, positions)
         # Whatever becomes of the move, the destination may hold something to release from now on.
         destination.kv[sequence.sequence_id].opened = True
@@ -382,27 +278,25 @@ class Lifecycle:
         sequence.target = destination
         destination.index(sequence, sequence.state, 1)
 
-    def drain(self, worker_id: str) -> None:
+    def drain(self, target: TargetWorker) -> None:
         """Sequences leave the target between two rounds, when no row of them is in flight. Until then, and while no
         other target has room, they go on where they are."""
-        target = self.fleet.targets.get(worker_id)
-        if target is None:
-            self.emit(WorkerDrained(worker_id))
-            return
         self.fleet.drain(target)
-        self._draining[worker_id] = target
+        self._draining[target.worker_id] = target
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight
             if sequence.state is PREFILLING and untouched:
                 self.leave_target(sequence)
 
     def report_drained(self) -> None:
-        """Reports, once each, draining targets that hold nothing any more or are gone."""
+        """Reports, once each, draining targets that hold nothing any more or are gone, and drafts that nobody asks."""
         for worker_id, target in list(self._draining.items()):
             gone = self.fleet.targets.get(worker_id) is not target
             if gone or not (target.sequences or target.outstanding or target.releases):
                 del self._draining[worker_id]
                 self.emit(WorkerDrained(worker_id))
+        for worker_id in self.assignment.drained():
+            self.emit(WorkerDrained(worker_id))
 
     def lose_target(self, target: TargetWorker, now: float) -> None:
         """The target is gone: its sequences return to the queue with their tokens, and moves to it end."""
@@ -419,13 +313,12 @@ class Lifecycle:
         self.return_to_queue(sequence)
 
     def return_to_queue(self, sequence: Sequence) -> None:
-        """Takes a sequence off its workers. It keeps its tokens, and gets its old place in the queue back."""
-        self._leave_workers(sequence, WAITING)
+        """Takes a sequence off its target. It keeps its tokens, and gets its old place in the queue back."""
+        self._leave_target(sequence, WAITING)
         self.live.waiting.push(sequence)
 
-    def _leave_workers(self, sequence: Sequence, state: SequenceState) -> None:
+    def _leave_target(self, sequence: Sequence, state: SequenceState) -> None:
         """What no longer runs is placed nowhere."""
-        self.leave_draft(sequence)
         move, target = sequence.kv_move, sequence.target
         if move is not None:
             move.destination.evict(sequence)
@@ -434,7 +327,6 @@ class Lifecycle:
             target.index(sequence, sequence.state, -1)
             target.evict(sequence)
         sequence.target, sequence.state = None, state
-        sequence.draft_tokens, sequence.outcomes = (), ()
         self.live.stop(sequence)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -452,5 +344,5 @@ class Lifecycle:
             self.live.waiting.remove(sequence)
             sequence.state = ENDED
         else:
-            self._leave_workers(sequence, ENDED)
+            self._leave_target(sequence, ENDED)
         del self.live.sequences[sequence.sequence_id]

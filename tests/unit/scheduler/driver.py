@@ -9,6 +9,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Command,
+    DraftingReport,
     EmitTokens,
     Event,
     FinishSequence,
@@ -39,7 +40,7 @@ def prompt_of(sequence_id: int, length: int) -> tuple[int, ...]:
 
 
 class Driver:
-    """Collects commands, keeps each worker's unanswered steps in order, and answers the first of them on demand."""
+    """Collects commands, keeps each target's unanswered steps in order, and answers the first of them on demand."""
 
     def __init__(self, **config: object) -> None:
         settings: dict[str, object] = {"policy": Policy.RAGGED, "wait_bound_steps": 1.0, **config}
@@ -76,8 +77,9 @@ class Driver:
         head: str = "",
     ) -> list[Command]:
         spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, own_draft_id=head)
-        self.workers[worker_id] = ModelWorker(spec, guess)
-        self.steps[worker_id] = []
+        if role is Role.TARGET:
+            self.workers[worker_id] = ModelWorker(spec, guess)
+            self.steps[worker_id] = []
         return self.handle(WorkerJoined(spec))
 
     def lose(self, worker_id: str) -> list[Command]:
@@ -105,14 +107,24 @@ class Driver:
     def plan(self) -> list[Command]:
         return self.handle()
 
-    def answer(self, worker_id: str, instead: Answer | None = None, seconds: float = 0.05) -> list[Command]:
-        """The worker's oldest step is done; `instead` may answer a row in the worker's place."""
+    def answer(
+        self,
+        worker_id: str,
+        instead: Answer | None = None,
+        seconds: float = 0.05,
+        report: DraftingReport | None = None,
+    ) -> list[Command]:
+        """The worker's oldest step is done; `instead` may answer a row in the worker's place. `report`: on its draft,
+        where one serves it; by default, what it verified was there in time."""
         step = self.steps[worker_id].pop(0)
         worker = self.workers[worker_id]
         for sequence_id in step.released:
             worker.forget(sequence_id)
         results = tuple((instead and instead(row)) or worker.run_row(row) for row in step.rows)
-        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds))
+        if report is None and step.grant is not None:
+            asked = sum(row.verify > 0 for row in step.rows)
+            report = DraftingReport(True, asked, asked)
+        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds, report))
 
     def settle(self, *worker_ids: str, max_steps: int = 1000) -> None:
         """Answers all steps, worker by worker in turn, until none is left; without names, all moves of KV as well."""
@@ -131,13 +143,12 @@ class Driver:
         raise AssertionError("the workers never come to rest")
 
     def until_asked(self, worker_id: str, asked: Callable[[Row], object]) -> Row:
-        """Answers targets, and drafts where none has a step, until a row of the worker's first step is of this kind."""
+        """Answers workers in turn until a row of this worker's first step is of this kind."""
         for _ in range(100):
             for row in self.steps[worker_id][0].rows if self.steps[worker_id] else ():
                 if asked(row):
                     return row
-            ready = [name for name, steps in self.steps.items() if steps]
-            self.answer(min(ready, key=lambda name: self.workers[name].spec.role is not Role.TARGET))
+            self.answer(next(name for name, steps in self.steps.items() if steps))
         raise AssertionError("never asked")
 
     def only_step(self, worker_id: str) -> SendStep:
@@ -150,7 +161,7 @@ def of_type(commands: list[Command], kind: type[C]) -> list[C]:
 
 
 def pair(**config: object) -> Driver:
-    """One target and one draft whose guesses are always right."""
+    """One target and one draft that serves it, whose guesses are always right."""
     driver = Driver(**config)
     driver.join("target")
     driver.join("draft", Role.DRAFT)
@@ -184,5 +195,5 @@ def check_to_the_end(driver: Driver, *sequence_ids: int) -> None:
     for sequence_id in sequence_ids:
         assert outputs(driver, sequence_id) == expected(driver, sequence_id)
         assert [end.sequence_id for end in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
-    for worker in driver.core.snapshot().workers:
-        assert not driver.workers[worker.worker_id].held
+    for worker in driver.workers.values():
+        assert not worker.held

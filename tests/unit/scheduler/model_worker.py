@@ -1,4 +1,4 @@
-"""Workers in plain Python, for schedulers in virtual time, and the tokens that they choose.
+"""Targets in plain Python, for schedulers in virtual time, and the tokens that they choose.
 
 Nothing here shares code with the services or the engine. tests/sim judges whether scheduler and workers keep to the
 protocol; the worker below only follows it.
@@ -6,7 +6,7 @@ protocol; the worker below only follows it.
 
 from __future__ import annotations
 
-from scheduler.messages import FinishReason, Outcome, Role, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
+from scheduler.messages import FinishReason, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
 from scheduler.state.digests import DigestedTokens
 
 VOCABULARY = 50
@@ -42,57 +42,61 @@ def plain_decoding(request: SequenceRequest) -> tuple[list[int], FinishReason]:
 
 
 class ModelWorker:
-    """Answers rows. `held` are the tokens of each sequence whose KV it has, `guess` is the acceptance of a draft, or of
-    a target's head."""
+    """Answers rows. `held` are the tokens of each sequence whose KV it has, `guess` is how often a proposed token is
+    right, whoever proposes it. A target that is not `served` has none."""
 
     def __init__(self, spec: WorkerSpec, guess: float = 1.0) -> None:
         self.spec = spec
         self.guess = guess
+        self.served = True
         self.held: dict[int, DigestedTokens] = {}
-        self.next: dict[int, tuple[int, ...]] = {}
-        """What each sequence's last row has sampled, and the head proposed then: for the row that follows it."""
+        self.sampled: dict[int, int] = {}
+        """What each sequence's last row has sampled: for the row that follows it."""
+        self.asked: dict[int, int] = {}
+        """How many tokens each sequence's last row wanted proposed."""
+        self.expected: dict[int, SequenceRequest] = {}
+        """The sequences with an expected output."""
 
     def forget(self, sequence_id: int) -> None:
         self.held.pop(sequence_id, None)
+        self.asked.pop(sequence_id, None)
 
     def run_row(self, row: Row) -> RowResult:
         if row.opening is not None:
             assert row.committed[row.kv_len : row.kv_len + len(row.tokens)] == row.tokens, "feeds what is not committed"
             self.held.setdefault(row.sequence_id, DigestedTokens())
+            if row.opening.expected_output:
+                self.expected[row.sequence_id] = row.opening
         held = self.held.get(row.sequence_id)
         if held is None:
             return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
-        status, tokens, accepted, outcomes = RowStatus.OK, list[int](), 0, list[Outcome]()
         if row.kv_len > len(held) or held.digest(row.kv_len) != row.prefix_digest:
-            status = RowStatus.KV_MISMATCH
+            return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, len(held), held.digest(len(held)))
+        tokens, accepted, proposal = list[int](), 0, list[int]()
+        if row.follows:
+            held.extend((self.sampled[row.sequence_id],))
         else:
-            own, drafted = row.tokens, row.draft_tokens
-            if row.follows:
-                own, drafted = self.next[row.sequence_id][:1], self.next[row.sequence_id][1:]
-            else:
-                held.truncate(row.kv_len)
-            held.extend(own)
-            if row.outcomes:
-                held.extend(drafted)
-            elif self.spec.role is Role.DRAFT:
-                for _ in range(row.draft_length):
-                    held.extend(tokens[-1:])
-                    tokens.append(draft_token(held.digest(len(held)), self.guess))
-            elif row.sample:
-                while drafted[accepted : accepted + 1] == (target_token(held.digest(len(held))),):
-                    held.extend(drafted[accepted : accepted + 1])
-                    accepted += 1
-                tokens = [*drafted[:accepted], target_token(held.digest(len(held)))]
-                self.next[row.sequence_id] = (tokens[-1],)
-                if row.draft_length:
-                    assert self.spec.own_draft_id, "asks a target without a head for a proposal"
-                    known = DigestedTokens([*held.tokens, tokens[-1]])
-                    for _ in range(row.draft_length):
-                        known.extend((draft_token(known.digest(len(known)), self.guess),))
-                    proposal = tuple(known.tokens[len(held) + 1 :])
-                    outcomes = [Outcome(accepted, tokens[-1], proposal)]
-                    self.next[row.sequence_id] += proposal
-        digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
-        result = RowResult(row.sequence_id, status, len(held), held.digest(len(held)), tuple(tokens), accepted)
-        result.logits_digests, result.outcomes = digests, tuple(outcomes)
+            held.truncate(row.kv_len)
+            held.extend(row.tokens)
+        if row.sample:
+            proposal = self._proposal(row, held)
+            while proposal[accepted : accepted + 1] == [target_token(held.digest(len(held)))]:
+                held.extend(proposal[accepted : accepted + 1])
+                accepted += 1
+            tokens = [*proposal[:accepted], target_token(held.digest(len(held)))]
+            self.sampled[row.sequence_id] = tokens[-1]
+            self.asked[row.sequence_id] = row.draft_length
+        result = RowResult(row.sequence_id, RowStatus.OK, len(held), held.digest(len(held)), tuple(tokens), accepted)
+        result.verified, result.logits_digests = len(proposal), tuple(token * 7 for token in tokens)
         return result
+
+    def _proposal(self, row: Row, held: DigestedTokens) -> list[int]:
+        request = self.expected.get(row.sequence_id)
+        if request is not None:
+            begun = len(held) - len(request.prompt)
+            return list(request.expected_output[begun : begun + row.verify])
+        assert row.verify <= self.asked.get(row.sequence_id, 0), "verifies more than were to be proposed"
+        known = DigestedTokens(held.tokens)
+        for _ in range(row.verify if self.served else 0):
+            known.extend((draft_token(known.digest(len(known)), self.guess),))
+        return known.tokens[len(held) :]

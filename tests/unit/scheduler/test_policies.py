@@ -11,33 +11,22 @@ import pytest
 from scheduler.batching.verify_grouping import GroupingView, pick
 from scheduler.config import Policy
 from scheduler.key_class import NOBODY
-from scheduler.messages import SequenceRequest, SequenceState
+from scheduler.messages import SequenceRequest
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 
 
-def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0) -> Sequence:
+def idle(sequence_id: int, length: int, verify: int = 4, due: float = 10.0) -> Sequence:
     sequence = Sequence(SequenceRequest(sequence_id, (1,) * length, 50), sequence_id, KeyAccount(NOBODY))
-    sequence.draft_tokens = (1,) * drafts
-    sequence.due = due
+    sequence.verify, sequence.due = verify, due
     return sequence
 
 
 def view(
-    sequences: list[Sequence],
-    *,
-    coming: tuple[int, ...] = (),
-    verifying: int = 0,
-    batch_size: int = 4,
-    now: float = 0.0,
-    may_wait: bool = True,
-    drafting: bool = True,
+    sequences: list[Sequence], *, verifying: int = 0, batch_size: int = 4, now: float = 0.0, may_wait: bool = True
 ) -> GroupingView:
     index = {sequence.sequence_id: sequence for sequence in sequences}
-    others = [drafted(number, length) for number, length in enumerate(coming, 100)]
-    for other in others:
-        other.state = SequenceState.READY
-    return GroupingView([*sequences, *others], index, len(coming), verifying, batch_size, now, may_wait, drafting)
+    return GroupingView(index, verifying, batch_size, now, may_wait)
 
 
 MIXED = (10, 20, 30, 20, 10, 20)
@@ -45,12 +34,12 @@ MIXED = (10, 20, 30, 20, 10, 20)
 
 
 def mixed(count: int = 6) -> list[Sequence]:
-    return [drafted(sequence_id, length) for sequence_id, length in enumerate(MIXED[:count], 1)]
+    return [idle(sequence_id, length) for sequence_id, length in enumerate(MIXED[:count], 1)]
 
 
-def of_lengths(*lengths: int, drafts: Iterable[int] = ()) -> list[Sequence]:
-    known = chain(drafts, repeat(4))
-    return [drafted(number, length, next(known)) for number, length in enumerate(lengths, 1)]
+def of_lengths(*lengths: int, verify: Iterable[int] = ()) -> list[Sequence]:
+    known = chain(verify, repeat(4))
+    return [idle(number, length, next(known)) for number, length in enumerate(lengths, 1)]
 
 
 RAGGED, EQSPEC, EXSPEC, AUTO = Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC, Policy.AUTO
@@ -61,34 +50,25 @@ RAGGED, EQSPEC, EXSPEC, AUTO = Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC, Poli
     [
         *((policy, [], {}, None) for policy in Policy),
         # The oldest, without a wait.
-        (RAGGED, mixed(), {"coming": (10, 20), "verifying": 3}, [1, 2, 3, 4]),
+        (RAGGED, mixed(), {"verifying": 3}, [1, 2, 3, 4]),
         # The whole cohort.
-        (EQSPEC, mixed(3), {"coming": (15,)}, None),
         (EQSPEC, mixed(3), {"verifying": 1}, None),
         (EQSPEC, mixed(3), {}, [1, 2, 3]),
         # The largest group of one length; of equal ones that with the oldest, and an older full one before any.
         (EXSPEC, mixed(), {}, [2, 4, 6]),
         (EXSPEC, of_lengths(30, 20, 10, 10, 20), {}, [2, 5]),
         (EXSPEC, of_lengths(10, 10, 20, 20, 20, 20), {"batch_size": 2}, [1, 2]),
-        # Rows with other draft lengths are not equal; without equals, the oldest.
-        (EXSPEC, of_lengths(10, 10, 20, 20, drafts=(4, 3, 2, 2)), {}, [3, 4]),
-        (EXSPEC, of_lengths(*range(10, 16)), {"coming": (10,)}, [1, 2, 3, 4]),
-        # It waits for members of the same length only.
-        (EXSPEC, mixed(), {"coming": (20,)}, None),
-        (EXSPEC, mixed(), {"coming": (10, 21)}, [2, 4, 6]),
-        (EXSPEC, mixed(), {"coming": (20,), "batch_size": 3}, [2, 4, 6]),
-        (EXSPEC, mixed(), {"coming": (20,), "may_wait": False}, [2, 4, 6]),
+        # Rows that may verify other numbers of tokens are not equal; without equals, the oldest.
+        (EXSPEC, of_lengths(10, 10, 20, 20, verify=(4, 3, 2, 2)), {}, [3, 4]),
+        (EXSPEC, of_lengths(*range(10, 16)), {}, [1, 2, 3, 4]),
+        # It waits for nobody: where those in the running step will end is not known.
+        (EXSPEC, mixed(), {"verifying": 2}, [2, 4, 6]),
         # Those stay together that fit one step; of more than a step, the oldest go.
         (AUTO, mixed(2), {}, [1, 2]),
         (AUTO, mixed(2), {"verifying": 2}, None),
-        (AUTO, mixed(2), {"coming": (7, 8)}, None),
         (AUTO, mixed(2), {"verifying": 2, "may_wait": False}, [1, 2]),
         (AUTO, mixed(), {}, [1, 2, 3, 4]),
         (AUTO, mixed(2), {"verifying": 3}, [1, 2]),
-        (AUTO, mixed(2), {"coming": (7, 8, 9)}, [1, 2]),
-        # Where sequences do not draft, one that is being drafted for is only to show what that yields.
-        (AUTO, mixed(3), {"coming": (7,), "drafting": False}, [1, 2, 3]),
-        (AUTO, mixed(3), {"verifying": 1, "drafting": False}, None),
     ],
 )
 def test_which_rows_are_taken(
@@ -98,12 +78,12 @@ def test_which_rows_are_taken(
     assert [sequence.sequence_id for sequence in picked] == (expected or [])
 
 
-@pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.EXSPEC, Policy.AUTO])
+@pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.AUTO])
 def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     sequences = mixed()
     sequences[0].due = 5.0
-    waiting = {"coming": (20, 20, 20), "verifying": 1}
-    assert not pick(policy, view(sequences, now=4.999, **waiting))[1]
-    picked, forced = pick(policy, view(sequences, now=5.0, **waiting))
+    sequences = sequences[:3]
+    assert pick(policy, view(sequences, now=4.999, verifying=1)) == ([], False)
+    picked, forced = pick(policy, view(sequences, now=5.0, verifying=1))
     assert forced
-    assert [sequence.sequence_id for sequence in picked] == [1, 2, 3, 4]
+    assert [sequence.sequence_id for sequence in picked] == [1, 2, 3]

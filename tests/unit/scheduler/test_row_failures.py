@@ -10,15 +10,14 @@ from scheduler.messages import (
     Row,
     RowResult,
     RowStatus,
-    SendStep,
     TokenLogprobs,
 )
-from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
+from scheduler.transitions.results import MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
 
 
 def until_verifying(driver: Driver) -> Row:
-    return driver.until_asked("target", lambda row: row.sequence_id == 1 and row.draft_tokens)
+    return driver.until_asked("target", lambda row: row.sequence_id == 1 and row.verify)
 
 
 def answer_all(driver: Driver, worker_id: str, instead: Answer) -> None:
@@ -70,32 +69,24 @@ def test_a_row_that_the_target_cannot_run_fails_its_sequence_with_the_reason(kin
     check_to_the_end(driver, 2)
 
 
-@pytest.mark.parametrize(("tokens", "accepted"), [((), 0), ((1, 2), 0), ((9, 9, 9), 2), ((1,), -1), ((1,) * 9, 8)])
-def test_an_answer_that_cannot_be_is_not_committed(tokens: tuple[int, ...], accepted: int) -> None:
-    driver = pair()
-    driver.workers["draft"].guess = 0.5
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "verified"),
+    [((), 0, 2), ((1, 2), 0, 2), ((9, 9, 9), 2, 1), ((1,), -1, 2), ((1,) * 5, 4, 4), ((1,) * 4, 3, 2), ((1,), 0, -1)],
+)
+def test_an_answer_that_cannot_be_is_not_committed(tokens: tuple[int, ...], accepted: int, verified: int) -> None:
+    """To a row that verifies three tokens at most."""
+    driver = pair(draft_length=3)
     driver.submit(1, prompt_length=9)
-    row = until_verifying(driver)
-    assert row.draft_tokens[:2] != (9, 9)
+    assert until_verifying(driver).verify == 3
     before = len(of_type(driver.log, EmitTokens))
-    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, row.kv_len + 1, 0, tokens, accepted))
+
+    def wrong(row: Row) -> RowResult:
+        return RowResult(1, RowStatus.OK, row.kv_len + 1, 0, tokens, accepted, verified=verified)
+
+    driver.answer("target", instead=wrong)
     assert len(of_type(driver.log, EmitTokens)) == before
     (failed,) = of_type(driver.log, FailSequence)
     assert "do not match" in failed.error
-
-
-def test_a_proposal_longer_than_asked_is_cut() -> None:
-    driver = pair(draft_length=2)
-    driver.submit(1, prompt_length=9)
-    driver.until_asked("draft", lambda row: row.draft_length)
-
-    def eager(row: Row) -> RowResult:
-        result = driver.workers["draft"].run_row(row)
-        return RowResult(1, RowStatus.OK, result.kv_len, result.prefix_digest, (*result.tokens, 7, 7, 7))
-
-    driver.answer("draft", instead=eager)
-    assert len(until_verifying(driver).draft_tokens) == 2
-    check_to_the_end(driver, 1)
 
 
 @pytest.mark.parametrize("wrong", [range(0), range(2, 10), range(1, 8)])
@@ -124,14 +115,3 @@ def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
     driver.answer("target", instead=for_row(1, status(RowStatus.OUT_OF_PAGES)))
     assert driver.core.snapshot().preemptions == preempted + 1
     check_to_the_end(driver, 1, 2)
-
-
-@pytest.mark.parametrize("kind", [RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH, RowStatus.OUT_OF_PAGES])
-def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9, max_tokens=30)
-    answer_all(driver, "draft", status(kind))
-    rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
-    assert len(rows) == MAX_DRAFT_FAILURES
-    assert not of_type(driver.log, FailSequence)
-    check_to_the_end(driver, 1)

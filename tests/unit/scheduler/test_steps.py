@@ -6,7 +6,7 @@ import pytest
 
 from engine.settings import EngineSettings
 from scheduler.config import Policy
-from scheduler.messages import MAX_SCORED_TOKENS, FinishSequence, Role, SendStep
+from scheduler.messages import MAX_SCORED_TOKENS, FinishSequence, SendStep
 from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs, pair
 
 
@@ -79,41 +79,6 @@ def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:
     assert outputs(driver, 10) == expected(driver, 10)
 
 
-def test_a_second_step_waits_for_what_may_still_join_it() -> None:
-    driver = pair(batch_size=2, steps_in_flight=2)
-    for sequence_id in range(3):
-        driver.submit(sequence_id, prompt_length=1)
-    while driver.core.snapshot().prefilling:
-        driver.answer("target")
-    assert driver.core.snapshot().drafting == 3
-    driver.answer("draft")
-    assert [step.group.rows for step in driver.steps["target"]] == [1]
-    driver.answer("draft")
-    assert driver.core.snapshot().drafted == 1
-    assert len(driver.steps["target"]) == 1  # the target is busy, and a third may still join the second
-    driver.answer("draft")
-    assert [step.group.rows for step in driver.steps["target"]] == [1, 2]
-
-
-def test_a_drafts_second_step_waits_for_what_is_being_verified() -> None:
-    driver = Driver()
-    driver.join("one")
-    driver.join("two")
-    driver.join("draft", Role.DRAFT)
-    driver.submit(0, prompt_length=1)
-    driver.answer("one")
-    driver.answer("draft")
-    assert driver.core.snapshot().verifying == 1
-    for sequence_id in (1, 2, 3):
-        driver.submit(sequence_id, prompt_length=1, max_tokens=9)
-    for drafting in (1, 2):
-        driver.answer("two")
-        assert driver.core.snapshot().drafting == drafting
-        assert len(driver.steps["draft"]) == 1
-    driver.answer("one")
-    assert [len(step.rows) for step in driver.steps["draft"]] == [1, 2]
-
-
 def test_a_prompt_is_not_shut_out_by_those_who_decode() -> None:
     driver = Driver(batch_size=8, draft_length=0, max_running=48, prefill_chunk=64)
     driver.join("target", packed=8)
@@ -153,12 +118,25 @@ def test_the_next_plain_step_is_there_before_the_answer_and_none_after_the_last_
     assert [row.follows for row in rows] == [False] + [True] * 11
 
 
-def test_no_row_follows_one_whose_sequence_will_draft() -> None:
-    driver = pair(draft_length=2)
+@pytest.mark.parametrize(("policy", "follow"), [(policy, policy in (Policy.AUTO, Policy.RAGGED)) for policy in Policy])
+def test_rows_that_verify_are_sent_ahead_where_the_policy_does_not_ask_for_lengths(
+    policy: Policy, follow: bool
+) -> None:
+    driver = pair(policy=policy, draft_length=2)
     for sequence_id in (1, 2):
         driver.submit(sequence_id, max_tokens=12)
     check_to_the_end(driver, 1, 2)
-    assert not any(row.follows for step in of_type(driver.log, SendStep) for row in step.rows)
+    assert any(row.follows for step in of_type(driver.log, SendStep) for row in step.rows) is follow
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_chunks_of_a_prompt_say_what_will_be_proposed_after_it(policy: Policy) -> None:
+    driver = pair(policy=policy, draft_length=3, prefill_chunk=4)
+    driver.submit(1, prompt_length=10, draft_length=2)
+    driver.submit(2, prompt_length=10, draft_length=0)
+    check_to_the_end(driver, 1, 2)
+    rows = [row for step in of_type(driver.log, SendStep) for row in step.rows if not row.sample]
+    assert {(row.sequence_id, row.draft_length) for row in rows} == {(1, 2), (2, 0)}
 
 
 def test_eqspec_keeps_a_batch_of_sequences_per_target() -> None:

@@ -1,0 +1,111 @@
+"""Which draft worker serves which target.
+
+A target asks one draft worker for proposals, and may do so while it has a grant for it, which comes with each of its
+steps. It can do without at any time: so nothing here waits for an answer, and a draft that is slow, gone or cut off
+costs speed until the target gets another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler.messages import DraftGrant, DraftingReport
+from scheduler.state.fleet import Fleet
+from scheduler.state.workers import DraftWorker, TargetWorker
+
+_LATE_STEPS = 3
+"""A draft is late when in so many steps in a row fewer than half of the proposals came in time."""
+_SECONDS_BETWEEN = 5.0
+"""A target that complains gets another draft at most so often: the new one must read the prompts first."""
+_WORST_BALANCE = 2
+"""Targets change their drafts when one draft has more than so many times the load of another one."""
+
+
+class Assignment:
+    """Gives each target without a draft of its own a grant for a draft worker, if there is any that does not drain.
+
+    Drafts are to serve about equally many running sequences.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._last_number = 0
+        self._draining: dict[str, DraftWorker] = {}
+
+    def renew(self, now: float) -> None:
+        """Workers have come, gone or begun to drain: gives targets other drafts where they need them, and where that
+        makes the loads more equal."""
+        drafts = self._able()
+        for target in self._fleet.targets.values():
+            if not target.spec.own_draft_id and (target.draft is None or target.draft not in drafts):
+                self._grant(target, _idlest(drafts), now)
+        while len(drafts) > 1:
+            busiest, idlest = max(drafts, key=_load), _idlest(drafts)
+            if idlest is None or busiest.load <= _WORST_BALANCE * idlest.load:
+                break
+            gap = busiest.load - idlest.load
+            movable = [target for target in busiest.targets.values() if _weight(target) < gap]
+            if not movable:
+                break
+            self._grant(min(movable, key=lambda target: abs(gap - 2 * _weight(target))), idlest, now)
+
+    def heard(self, target: TargetWorker, grant: DraftGrant | None, report: DraftingReport, now: float) -> None:
+        """How the draft of this grant served the target in one step."""
+        if grant is None or grant is not target.grant:
+            return
+        if report.asked > 0:
+            late = 2 * report.in_time < report.asked
+            target.late_steps = target.late_steps + 1 if late else 0
+        complains = not report.connected or target.late_steps >= _LATE_STEPS
+        if complains and now >= target.granted_at + _SECONDS_BETWEEN:
+            other = _idlest([draft for draft in self._able() if draft is not target.draft])
+            if other is not None:
+                self._grant(target, other, now)
+
+    def drain(self, draft: DraftWorker, now: float) -> None:
+        """Other drafts serve its targets from now on."""
+        draft.draining = True
+        self._draining[draft.worker_id] = draft
+        self.renew(now)
+
+    def drained(self) -> Iterator[str]:
+        """Draining drafts that no target asks any more, or that are gone, each once. A target asks as long as the step
+        that was sent last says so; one without sequences asks for nothing."""
+        for worker_id, draft in list(self._draining.items()):
+            gone = self._fleet.drafts.get(worker_id) is not draft
+            if gone or not any(_asks(target, worker_id) for target in self._fleet.targets.values()):
+                del self._draining[worker_id]
+                yield worker_id
+
+    def _able(self) -> list[DraftWorker]:
+        return [draft for draft in self._fleet.drafts.values() if not draft.draining]
+
+    def _grant(self, target: TargetWorker, draft: DraftWorker | None, now: float) -> None:
+        if target.draft is not None:
+            del target.draft.targets[target.worker_id]
+        target.draft, target.grant = draft, None
+        if draft is not None:
+            self._last_number += 1
+            draft.targets[target.worker_id] = target
+            target.grant = DraftGrant(draft.worker_id, self._last_number)
+        target.granted_at, target.late_steps = now, 0
+        target.figures.change_proposer(None if draft is None else draft.acceptance)
+
+
+def _load(draft: DraftWorker) -> int:
+    return draft.load
+
+
+def _idlest(drafts: list[DraftWorker]) -> DraftWorker | None:
+    return min(drafts, key=_load, default=None)
+
+
+def _weight(target: TargetWorker) -> int:
+    """The target's part of its draft's load."""
+    return 1 + len(target.sequences)
+
+
+def _asks(target: TargetWorker, draft_id: str) -> bool:
+    """Whether the target may ask this draft, as far as the target knows."""
+    told = target.told
+    return told is not None and told.draft_id == draft_id and bool(target.sequences or target.outstanding)
