@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from tests.support.command_line import CHARACTERS, save_tokenizer
-from tests.support.in_process import Output, requests_of, run_in_process
+from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.renumbered import save_renumbered
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 
@@ -178,19 +176,17 @@ def test_a_smaller_vocabulary_proposes_of_its_tokens(models: Path, own: list[int
 )
 def test_tokens_under_other_ids_are_accepted_as_often(models: Path, changes: dict[str, str]) -> None:
     settings = EngineSettings(str(models / "target"), "float32", threads=1, kv_pages=100, max_num_batched_tokens=64)
-    target = TargetStepExecutor(load_target_engine(settings, lambda *_: None), prefix_cache=False)
+    target = load_target_engine(settings, lambda *_: None)
     rng = random.Random(2)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (2, 17, 9, 25, 40)]
     requests = requests_of(prompts, 24, (0.0, 0.7))
 
     def run(draft: str | None) -> dict[int, Output]:
-        workers: dict[str, StepExecutor[Any]] = {"target": target}
-        if draft is not None:
-            engine = load(models / draft, target=str(models / "target"), **changes)
-            assert engine.description.tokenizer_digest == target.engine.description.tokenizer_digest
-            workers["draft"] = DraftStepExecutor(engine, prefix_cache=False)
-        config = SchedulerConfig(policy=Policy.RAGGED, draft_length=4)
-        return run_in_process(config, workers, requests)
+        engine = None if draft is None else load(models / draft, target=str(models / "target"), **changes)
+        if engine is not None:
+            assert engine.description.tokenizer_digest == target.description.tokenizer_digest
+        config = SchedulerConfig(policy=Policy.RAGGED, draft_length=4 if engine is not None else 0)
+        return run_in_process(config, {"target": executor_of(target, engine, prefix_cache=False)}, requests)
 
     plain, own, others = run(None), run("draft"), {name: run(name) for name in ("other-ids", "fewer", "short")}
     for outputs in (own, *others.values()):

@@ -12,22 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from engine.drafting.draft_kv import DraftKv
+from engine.drafting.proposer import Proposer
+from engine.drafting.sequence import SequenceDrafting
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.sampling.noise import gumbel, row_key
 from engine.settings import EngineSettings
-from engine.steps import RowOutcome, VerifyRow
+from engine.steps import VerifyRow
 from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import TargetStepExecutor
+from scheduler.state.digests import DigestedTokens
+from services.worker.executor import StepExecutor
 from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.decoding import generated
 from tests.support.eagle_heads import ReferenceEagle, head_config, head_tensors, save_head
-from tests.support.in_process import Output, run_in_process
+from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.mtp_heads import FAMILIES, ReferenceMtp, save_target
 from tests.support.reference_heads import ReferenceHead
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, quantize_to_int8, tiny_model
@@ -67,11 +69,19 @@ def pair(folder: Path, family: str, shape: dict[str, int], **fields: Any) -> tup
 
 
 class Follower:
-    """One sequence of an engine, fed as a worker feeds it."""
+    """One sequence of an engine, fed as a worker feeds it. Its proposals are those of the engine's head, or of another
+    `proposer`."""
 
-    def __init__(self, engine: TargetEngine, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> None:
+    def __init__(
+        self,
+        engine: TargetEngine,
+        prompt: Sequence[int],
+        sampling: SamplingParameters = GREEDY,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.engine, self.sampling, self.prompt_length = engine, sampling, len(prompt)
-        self.known, self.table, self.draft_kv = list(prompt), PageTable(), DraftKv()
+        self.known, self.table, self.drafting = list(prompt), PageTable(), SequenceDrafting()
+        self.proposer = proposer or engine.head
 
     def row(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> VerifyRow:
         start = self.table.length
@@ -79,21 +89,27 @@ class Follower:
         samples = end == len(self.known)
         tokens, history = self.known[start:end], self.known[:end]
         row = VerifyRow(self.table, tokens, list(drafts), samples, history, self.prompt_length, self.sampling)
-        row.draft_length, row.draft_kv = length if samples else 0, self.draft_kv
+        row.draft_length, row.drafting = length, self.drafting
         return row
 
-    def take(self, outcome: RowOutcome) -> list[int]:
-        assert outcome.error is None
-        self.known += outcome.tokens
-        if not outcome.ahead:
-            return []
-        (proposal,) = outcome.ahead
-        assert (proposal.accepted, proposal.token) == (outcome.accepted, outcome.tokens[-1])
-        return proposal.tokens
+    def step(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> Sequence[int]:
+        return step_together([self], [self.row(drafts, length, chunk)])[0]
 
-    def step(self, drafts: Sequence[int] = (), length: int = 4, chunk: int = 1000) -> list[int]:
-        (outcome,) = self.engine.step([self.row(drafts, length, chunk)]).rows
-        return self.take(outcome)
+
+def step_together(followers: Sequence[Follower], rows: Sequence[VerifyRow]) -> list[Sequence[int]]:
+    """A step of all of them, and what is proposed for each behind it."""
+    outcomes = followers[0].engine.step(rows).rows
+    digests = []
+    for follower, row, outcome in zip(followers, rows, outcomes, strict=True):
+        assert outcome.error is None
+        follower.known += outcome.tokens
+        row.history = follower.known[: follower.table.length]
+        fed = len(row.history) + bool(outcome.tokens)
+        digests.append(DigestedTokens(follower.known[:fed]).digest(fed))
+    proposer = followers[0].proposer
+    if proposer is not None:
+        proposer.offer(rows, outcomes, digests)
+    return [one.drafting.kept(digest, 1000) for one, digest in zip(followers, digests, strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +120,7 @@ def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: 
     followers = [Follower(engine, rng.choices(range(VOCABULARY), k=length)) for length in (5, 16, 17, 40)]
     for follower in followers:
         while follower.table.length + 7 < len(follower.known):
-            assert follower.step(chunk=7) == []
+            assert not follower.step(chunk=7)
     compared = 0
     for _ in range(14):
         rows = []
@@ -112,9 +128,8 @@ def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: 
             right = generated(reference.target, follower.known, 3)[: rng.randrange(4)]
             drafts = [*right, *rng.choices(range(VOCABULARY), k=2)][: rng.randrange(5)]
             rows.append(follower.row(drafts, rng.choice((0, 1, 4))))
-        for row, follower, outcome in zip(rows, followers, engine.step(rows).rows, strict=True):
-            proposal = follower.take(outcome)
-            assert proposal == reference.proposal(follower.known, row.draft_length)
+        for row, follower, proposal in zip(rows, followers, step_together(followers, rows), strict=True):
+            assert list(proposal) == reference.proposal(follower.known, row.draft_length)
             compared += len(proposal)
     assert compared > 60
     assert max(len(follower.known) for follower in followers) > 60
@@ -156,7 +171,7 @@ def test_a_head_begins_a_new_context_behind_kv_that_came_without_its_own(tmp_pat
         assert after.known == before.known
         # Pages hold 16 positions: on the second one, the head has nothing to go on from.
         if len(after.known) <= 33:
-            assert proposals[-1] == []
+            assert not proposals[-1]
         else:
             assert proposals[-1] == reference.proposal(after.known, 4, first=32)
     assert len(proposals) > 20
@@ -175,9 +190,9 @@ def requests(temperature: float = 0.8) -> list[SequenceRequest]:
     ]
 
 
-def worker(folder: Path, head: str | None, dtype: str) -> TargetStepExecutor:
+def worker(folder: Path, head: str | None, dtype: str) -> StepExecutor:
     engine = load(folder, head, dtype=dtype, kv_pages=200, exact=True)
-    return TargetStepExecutor(engine, kv_store=engine.kv_store)
+    return executor_of(engine, kv_store=engine.kv_store)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -218,7 +233,7 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         tensors["midlayer.mlp.down_proj.weight"] *= 1e38
         head = str(save_head(tmp_path / "huge", config, tensors))
     follower = Follower(load(target, head), range(20))
-    assert [follower.step() for _ in range(20)] == [[]] * 20
+    assert not any(follower.step() for _ in range(20))
     assert follower.known[20:] == generated(model, range(20), 20)
 
 

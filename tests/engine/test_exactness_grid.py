@@ -15,9 +15,8 @@ from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
-from tests.support.in_process import Output, requests_of, run_in_process
+from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.tiny_models import SPARSE, TORCH_SHAPE, VOCABULARY, WINDOWED, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -31,23 +30,20 @@ GRID = [
 ]
 
 
-class Workers:
-    """A target and a draft in this process, on one instruction set."""
+class Worker:
+    """A target with a draft inside, on one instruction set."""
 
     def __init__(self, isa: str, target: str, draft: str, prefix_cache: bool = False, **settings: Any) -> None:
         """With `prefix_cache`, later runs find the prompts of those before."""
         sizes = {"threads": 1, "page_size": 16, "kv_pages": 200, "max_num_batched_tokens": 48}
         of_target, of_draft = (EngineSettings(model, cpu_isa=isa, **(sizes | settings)) for model in (target, draft))
-        self.workers = {
-            "target": TargetStepExecutor(load_target_engine(of_target, lambda *_: None), prefix_cache=prefix_cache),
-            "draft": DraftStepExecutor(load_draft_engine(of_draft, lambda *_: None), prefix_cache=prefix_cache),
-        }
+        engines = load_target_engine(of_target, lambda *_: None), load_draft_engine(of_draft, lambda *_: None)
+        self.workers = {"target": executor_of(*engines, prefix_cache=prefix_cache)}
 
     def outputs(self, config: SchedulerConfig, prompts: list[list[int]], max_tokens: int) -> list[Output]:
         """Every second sequence is sampled."""
         requests = requests_of(prompts, max_tokens, (0.0, 0.8))
-        workers = self.workers if config.draft_length else {"target": self.workers["target"]}
-        outputs = run_in_process(config, workers, requests)
+        outputs = run_in_process(config, self.workers, requests)
         return [outputs[index] for index in range(len(prompts))]
 
     def check(self, prompts: list[list[int]], max_tokens: int, grid: Sequence[tuple[Policy, int, int]]) -> None:
@@ -109,13 +105,13 @@ def test_tiny_pairs(
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 70, 17, 90, 16)]
     is_usual = (isa, family, settings) == (ISAS[0], "llama", {})
-    Workers(isa, *map(str, folders), dtype=dtype, **settings).check(prompts, 10, GRID if is_usual else SOME)
+    Worker(isa, *map(str, folders), dtype=dtype, **settings).check(prompts, 10, GRID if is_usual else SOME)
 
 
 def test_what_filters_keep_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     """Requests whose filters keep many tokens decode with others whose filters keep few."""
     target, draft = map(str, save_tiny_pair("llama", tmp_path, vocab_size=6000))
-    workers = Workers(AUTO, target, draft).workers
+    workers = Worker(AUTO, target, draft).workers
     samplings = [
         SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         for seed in range(2)
@@ -125,9 +121,7 @@ def test_what_filters_keep_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     requests = [
         SequenceRequest(number, (7, number), 12, sampling=sampling) for number, sampling in enumerate(samplings)
     ]
-    alone = run_in_process(
-        SchedulerConfig(batch_size=1, max_running=1, draft_length=0), {"target": workers["target"]}, requests
-    )
+    alone = run_in_process(SchedulerConfig(batch_size=1, max_running=1, draft_length=0), workers, requests)
     config = SchedulerConfig(batch_size=12, max_running=24, policy=Policy.RAGGED, draft_length=3)
     together = run_in_process(config, workers, requests)
     assert {number: output.tokens for number, output in together.items()} == {
@@ -138,4 +132,4 @@ def test_what_filters_keep_does_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_the_demo_pair() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
-    Workers(AUTO, "demo", "demo", max_num_batched_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])
+    Worker(AUTO, "demo", "demo", max_num_batched_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])

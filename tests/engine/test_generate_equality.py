@@ -9,15 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.drafting.model_draft import DraftEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
+from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import generated
-from tests.support.in_process import run_in_process
+from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 PREFILL_CHUNK = 16
@@ -73,15 +74,22 @@ def running(policy: Policy, batch_size: int = 4, draft_length: int = 4) -> Sched
 
 # Without the prefix cache, so that every run computes everything.
 @pytest.fixture(scope="module")
-def target(pair: Pair) -> TargetStepExecutor:
-    engine = load_target_engine(pair.settings["target"], lambda *_: None)
-    return TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
+def target(pair: Pair) -> TargetEngine:
+    return load_target_engine(pair.settings["target"], lambda *_: None)
 
 
 @pytest.fixture(scope="module")
-def draft(pair: Pair) -> DraftStepExecutor:
-    engine = load_draft_engine(pair.settings["draft"], lambda *_: None)
-    return DraftStepExecutor(engine, worker_epoch=1, prefix_cache=False)
+def draft(pair: Pair) -> DraftEngine:
+    return load_draft_engine(pair.settings["draft"], lambda *_: None)
+
+
+def run(
+    config: SchedulerConfig, target: TargetEngine, draft: DraftEngine, requests: Sequence[SequenceRequest]
+) -> dict[int, Output]:
+    executor = executor_of(target, draft, worker_epoch=1, prefix_cache=False)
+    outputs = run_in_process(config, {"target": executor}, requests)
+    assert target.pool.free_pages == draft.pool.free_pages == 400
+    return outputs
 
 
 @pytest.mark.sampled(9, 5)
@@ -95,7 +103,7 @@ def draft(pair: Pair) -> DraftStepExecutor:
     ],
 )
 def test_output_is_that_of_generate(
-    pair: Pair, target: TargetStepExecutor, draft: DraftStepExecutor, policy: Policy, batch_size: int, draft_length: int
+    pair: Pair, target: TargetEngine, draft: DraftEngine, policy: Policy, batch_size: int, draft_length: int
 ) -> None:
     config = running(policy, batch_size=batch_size, draft_length=draft_length)
     count = len(pair.prompts)
@@ -110,7 +118,7 @@ def test_output_is_that_of_generate(
         for half in (0, 1)
         for index, prompt in enumerate(pair.prompts)
     ]
-    outputs = run_in_process(config, {"target": target, "draft": draft}, requests)
+    outputs = run(config, target, draft, requests)
     for index, plain in enumerate(pair.plain):
         assert outputs[index].tokens == plain
         assert outputs[index].reason is FinishReason.LENGTH
@@ -125,19 +133,17 @@ def test_output_is_that_of_generate(
         accepted = [a for output in outputs.values() for drafted, a in output.rounds if drafted]
         assert sum(accepted) > 0
         assert any(a < drafted for output in outputs.values() for drafted, a in output.rounds)
-    assert target.free_pages == 400
-    assert draft.free_pages == 400
 
 
 @pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
-def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExecutor) -> None:
+def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetEngine) -> None:
     """With the target as its own draft everything is accepted, so the end comes in the middle of a run."""
-    perfect = DraftStepExecutor(load_draft_engine(pair.settings["target"], lambda *_: None), worker_epoch=1)
+    perfect = load_draft_engine(pair.settings["target"], lambda *_: None)
     requests = [
         SequenceRequest(index, tuple(prompt), MAX_TOKENS, frozenset([pair.stop_token]))
         for index, prompt in enumerate(pair.prompts)
     ]
-    outputs = run_in_process(running(Policy.RAGGED, draft_length=7), {"target": target, "draft": perfect}, requests)
+    outputs = run(running(Policy.RAGGED, draft_length=7), target, perfect, requests)
     cut_short = 0
     for index, plain in enumerate(pair.plain):
         end = plain.index(pair.stop_token) + 1 if pair.stop_token in plain else MAX_TOKENS
@@ -148,7 +154,7 @@ def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExe
 
 
 @pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
-def test_no_stop_token_comes_too_early(pair: Pair, target: TargetStepExecutor, draft: DraftStepExecutor) -> None:
+def test_no_stop_token_comes_too_early(pair: Pair, target: TargetEngine, draft: DraftEngine) -> None:
     """The end is put off in the middle of a run of draft tokens as well."""
     min_tokens, ends = 11, frozenset([pair.stop_token])
     model = AutoModelForCausalLM.from_pretrained(pair.settings["target"].model, dtype=torch.float32)
@@ -160,5 +166,5 @@ def test_no_stop_token_comes_too_early(pair: Pair, target: TargetStepExecutor, d
     requests = [
         SequenceRequest(index, tuple(prompt), MAX_TOKENS, ends, sampling) for index, prompt in enumerate(pair.prompts)
     ]
-    outputs = run_in_process(running(Policy.RAGGED), {"target": target, "draft": draft}, requests)
+    outputs = run(running(Policy.RAGGED), target, draft, requests)
     assert [outputs[index].tokens for index in range(len(requests))] == expected

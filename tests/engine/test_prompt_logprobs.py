@@ -15,7 +15,7 @@ from engine.settings import EngineSettings
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import TargetStepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.in_process import Output, run_in_process
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
@@ -27,8 +27,8 @@ def silent(*_: object) -> None:
     pass
 
 
-def executor(settings: EngineSettings) -> TargetStepExecutor:
-    return TargetStepExecutor(load_target_engine(settings, silent), prefix_cache=settings.prefix_cache)
+def executor(settings: EngineSettings) -> StepExecutor:
+    return StepExecutor(load_target_engine(settings, silent), prefix_cache=settings.prefix_cache)
 
 
 def scored(prompts: list[list[int]], top: int = TOP) -> list[SequenceRequest]:
@@ -39,7 +39,7 @@ def scored(prompts: list[list[int]], top: int = TOP) -> list[SequenceRequest]:
     ]
 
 
-def run(worker: TargetStepExecutor, requests: list[SequenceRequest], chunk: int = 16) -> dict[int, Output]:
+def run(worker: StepExecutor, requests: list[SequenceRequest], chunk: int = 16) -> dict[int, Output]:
     config = SchedulerConfig(prefill_chunk=chunk, draft_length=0, batch_size=4)
     outputs = run_in_process(config, {"target": worker}, requests)
     assert [output.error for output in outputs.values()] == [None] * len(requests)

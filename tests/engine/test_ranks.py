@@ -22,9 +22,9 @@ from engine.steps import VerifyRow
 from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.decoding import generated
-from tests.support.in_process import Output, requests_of, run_in_process
+from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair, tiny_model
 
@@ -49,11 +49,10 @@ GANGS = [
 
 
 class Gang(NamedTuple):
-    """A target of two ranks, its draft and its folder."""
+    """A target of two ranks, with a draft on the first one, and its folder."""
 
     engine: TargetEngine
-    target: TargetStepExecutor
-    draft: DraftStepExecutor
+    target: StepExecutor
     folder: Path
 
 
@@ -69,15 +68,14 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         shared = replace(shared, quantization=quantization)
     with target_of_ranks(shared) as engine:
         assert engine.description.quantization == quantization
-        drafts = DraftStepExecutor(load_draft_engine(alone, lambda *_: None), worker_epoch=1, prefix_cache=False)
-        executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
-        yield Gang(engine, executor, drafts, target)
+        drafting = load_draft_engine(alone, lambda *_: None)
+        yield Gang(engine, executor_of(engine, drafting, worker_epoch=1, prefix_cache=False), target)
 
 
 def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_length: int) -> dict[int, Output]:
     config = SchedulerConfig(batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=16)
     requests = requests_of(PROMPTS, MAX_TOKENS, (temperature,))
-    return run_in_process(config, {"target": gang.target, "draft": gang.draft}, requests)
+    return run_in_process(config, {"target": gang.target}, requests)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

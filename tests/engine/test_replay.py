@@ -25,9 +25,9 @@ from scheduler.sampling import Grammar, SamplingParameters
 from services.gateway.grammar_check import definition
 from services.receipts.fingerprint import fingerprint_name
 from services.receipts.receipt import Receipt
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.command_line import Ended, save_tokenizer, spool_here, write_lines
-from tests.support.in_process import Output, run_in_process
+from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 ENDS = frozenset({7})
@@ -47,7 +47,7 @@ SAMPLINGS = [
 @dataclass
 class Served:
     folder: Path
-    target: TargetStepExecutor
+    target: StepExecutor
     requests: list[SequenceRequest]
     outputs: dict[int, Output]
 
@@ -64,11 +64,9 @@ class Served:
 
 def serve(folder: Path, draft: Path | None, policy: Policy, **settings: Any) -> Served:
     """Prompts with a common beginning, which the prefix cache has, at every way of sampling."""
-    target = TargetStepExecutor(load_target_engine(EngineSettings(str(folder), **ENGINE, **settings), lambda *_: None))
-    workers: dict[str, Any] = {"target": target}
-    if draft is not None:
-        engine = EngineSettings(str(draft), **ENGINE, **settings)
-        workers["draft"] = DraftStepExecutor(load_draft_engine(engine, lambda *_: None))
+    engine = load_target_engine(EngineSettings(str(folder), **ENGINE, **settings), lambda *_: None)
+    of_draft = EngineSettings(str(draft), **ENGINE, **settings)
+    target = executor_of(engine, None if draft is None else load_draft_engine(of_draft, lambda *_: None))
     rng = random.Random(3)
     common = rng.choices(range(10, VOCABULARY), k=30)
     requests = [
@@ -85,7 +83,7 @@ def serve(folder: Path, draft: Path | None, policy: Policy, **settings: Any) -> 
     ]
     length = 0 if draft is None else 4
     config = SchedulerConfig(batch_size=5, max_running=9, policy=policy, draft_length=length, prefill_chunk=13)
-    return Served(folder, target, requests, run_in_process(config, workers, requests))
+    return Served(folder, target, requests, run_in_process(config, {"target": target}, requests))
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.sampling.noise import gumbel, row_key
 from engine.settings import EngineSettings
@@ -25,8 +23,8 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, SequenceRequest
 from scheduler.sampling import Grammar, SamplingParameters
 from services.gateway.grammar_check import definition
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
-from tests.support.in_process import Output, run_in_process
+from services.worker.executor import StepExecutor
+from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_chat import END, save_tiny_chat_model
 
 MAX_TOKENS = 40
@@ -56,13 +54,12 @@ STRUCTURES: list[tuple[str, str] | None] = [
 
 @dataclass
 class Case:
-    """A tiny pair, requests of every structure at two temperatures, and what the plain decoder makes of them; and the
-    target with the draft inside."""
+    """A target with a draft inside and the same one with prompt lookup, requests of every structure at two
+    temperatures, and what the plain decoder makes of them."""
 
     tokenizer: Any
-    target: TargetStepExecutor
-    drafting_target: TargetStepExecutor
-    draft: DraftStepExecutor
+    target: StepExecutor
+    looking_up: StepExecutor
     requests: list[SequenceRequest]
     expected: list[list[int]]
     end: int
@@ -139,16 +136,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     of_draft = replace(settings, model=str(draft), lookup_match=2)
     draft_engine = load_draft_engine(of_draft, lambda *_: None)
     engines = [load_target_engine(replace(settings, max_num_batched_tokens=96), lambda *_: None) for _ in range(2)]
-    engines[1].draft_with(InsideDrafting(draft_engine, prefix_cache=True), "inside")
-    targets = [TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False) for engine in engines]
-    return Case(
-        tokenizer,
-        *targets,
-        DraftStepExecutor(draft_engine, worker_epoch=1),
-        requests,
-        expected,
-        end,
-    )
+    drafting = executor_of(engines[0], draft_engine, worker_epoch=1)
+    looking_up = executor_of(engines[1], lookup_match=2, worker_epoch=1)
+    return Case(tokenizer, drafting, looking_up, requests, expected, end)
 
 
 def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -> list[list[int]]:
@@ -157,38 +147,31 @@ def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch_size", "draft_length", "inside"),
+    ("policy", "batch_size", "draft_length"),
     [
-        (Policy.RAGGED, 1, 3, False),
-        pytest.param(Policy.EQSPEC, 8, 6, False, marks=pytest.mark.slow),
-        (Policy.RAGGED, 8, 6, False),
-        (Policy.RAGGED, 8, 6, True),
+        (Policy.RAGGED, 1, 3),
+        pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow),
+        (Policy.RAGGED, 8, 6),
     ],
 )
-def test_output_is_that_of_a_plain_decoder(
-    case: Case, policy: Policy, batch_size: int, draft_length: int, inside: bool
-) -> None:
+def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
     # One at a time takes long: every third, of all structures and both temperatures.
     requests = case.requests[:: 3 if batch_size == 1 else 1]
-    if inside:
-        case = replace(case, target=case.drafting_target)
-    outputs = run(case, requests, case.draft, policy=policy, batch_size=batch_size, draft_length=draft_length)
+    outputs = run(case.target, requests, policy=policy, batch_size=batch_size, draft_length=draft_length)
     assert tokens_of(outputs, requests) == [case.expected[request.sequence_id] for request in requests]
     rounds = [round_ for output in outputs.values() for round_ in output.rounds if round_[0]]
     assert sum(accepted for _, accepted in rounds) > 0
     assert any(accepted < drafted for drafted, accepted in rounds)
 
 
-def run(
-    case: Case, requests: Sequence[SequenceRequest], draft: DraftStepExecutor, **settings: Any
-) -> dict[int, Output]:
+def run(target: StepExecutor, requests: Sequence[SequenceRequest], **settings: Any) -> dict[int, Output]:
     usual = {"batch_size": 8, "max_running": 20, "policy": Policy.RAGGED, "draft_length": 3, "prefill_chunk": 16}
-    return run_in_process(SchedulerConfig(**(usual | settings)), {"target": case.target, "draft": draft}, requests)
+    return run_in_process(SchedulerConfig(**(usual | settings)), {"target": target}, requests)
 
 
 def test_prompt_lookup_changes_nothing(case: Case) -> None:
     """Its proposals are not masked: the target refuses what the grammar forbids."""
-    outputs = run(case, case.requests, DraftStepExecutor(NgramEngine(), worker_epoch=1))
+    outputs = run(case.looking_up, case.requests)
     assert tokens_of(outputs, case.requests) == case.expected
 
 
@@ -198,7 +181,7 @@ def test_output_goes_on_from_any_of_its_tokens(case: Case) -> None:
         replace(request, committed_output=tuple(tokens[: request.sequence_id % len(tokens)]))
         for request, tokens in zip(case.requests, case.expected, strict=True)
     ]
-    outputs = run(case, requests, case.draft)
+    outputs = run(case.target, requests)
     assert [[*r.committed_output, *out] for r, out in zip(requests, tokens_of(outputs, requests), strict=True)] == (
         case.expected
     )
@@ -209,7 +192,7 @@ def test_a_complete_output_ends_before_its_least_length(case: Case) -> None:
         min_tokens=9, end_token_ids=frozenset([case.end]), grammar=Grammar("start: /ab?/", frozenset([case.end]))
     )
     request = SequenceRequest(0, (5,), MAX_TOKENS, frozenset([case.end]), sampling)
-    outputs = run(case, [request], case.draft)
+    outputs = run(case.target, [request])
     # Only the end may follow "ab", so that it comes; "a" alone could go on.
     assert case.tokenizer.decode(outputs[0].tokens) == f"ab{END}"
     assert outputs[0].reason is FinishReason.STOP
@@ -220,7 +203,7 @@ def test_a_grammar_whose_only_token_is_forbidden_says_so(case: Case) -> None:
     sampling = SamplingParameters(
         min_tokens=3, end_token_ids=stops, grammar=Grammar("start: /a/", frozenset([case.end]))
     )
-    outputs = run(case, [SequenceRequest(0, (5,), MAX_TOKENS, stops, sampling)], case.draft)
+    outputs = run(case.target, [SequenceRequest(0, (5,), MAX_TOKENS, stops, sampling)])
     assert "allows only stop tokens, which min_tokens forbids" in (outputs[0].error or "")
 
 
@@ -228,6 +211,6 @@ def test_a_grammar_that_fails_hurts_nobody_else(case: Case) -> None:
     """The gateway lets none in; a gateway of another release might."""
     broken = SamplingParameters(grammar=Grammar("start: gone", frozenset([case.end])))
     requests = [replace(case.requests[0], sampling=broken), *case.requests[1:6]]
-    outputs = run(case, requests, case.draft)
+    outputs = run(case.target, requests)
     assert 'the grammar failed: at 1(8): unknown name: "gone"' in (outputs[0].error or "")
     assert [outputs[index].tokens for index in range(1, 6)] == case.expected[1:6]

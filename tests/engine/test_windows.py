@@ -16,10 +16,10 @@ from engine.settings import EngineSettings
 from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.state.digests import DigestedTokens
-from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.decoding import generated
-from tests.support.in_process import requests_of, run_in_process
+from tests.support.in_process import executor_of, requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, WINDOWED, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_texts_are_those_of_generate(family: str, isa: str, tmp_path: Path) -> N
     target = load_target_engine(settings_of(folders[0], "float32", isa), silent)
     assert max(target.description.page_windows) == 20
     draft = load_draft_engine(settings_of(folders[1], "float32", isa), silent)
-    workers = {"target": TargetStepExecutor(target), "draft": DraftStepExecutor(draft)}
+    workers = {"target": executor_of(target, draft)}
     accepted = 0
     for policy in (Policy.EXSPEC, Policy.AUTO):
         config = SchedulerConfig(batch_size=3, max_running=8, policy=policy, prefill_chunk=24)
@@ -69,7 +69,7 @@ def test_pages_are_those_that_layers_see(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("gemma3_text", tmp_path, **WINDOWED["gemma3_text"], max_position_embeddings=2048)
     settings = settings_of(folder, "bfloat16")
     engine = load_target_engine(settings, silent)
-    executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
+    executor = StepExecutor(engine, worker_epoch=1, prefix_cache=False)
     tokens = random.Random(6).choices(range(VOCABULARY), k=1500)
     digests, length = DigestedTokens(tokens), 0
     while length < len(tokens):

@@ -21,7 +21,7 @@ from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.worker.executor import StepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from services.worker.server import WorkerServer, step_thread
 from tests.integration.workers.test_killed_targets import Output, decode
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
@@ -120,7 +120,7 @@ def import_from(address: str, **fields: object) -> worker_pb2.ImportKvRequest:
 
 def stand_in(**settings: object) -> StepExecutor:
     engine = StandInEngine(**settings)  # type: ignore[arg-type]
-    return TargetStepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
+    return StepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
 
 
 @asynccontextmanager
@@ -194,7 +194,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"), **TORCH_SHAPE)[0]
 
 
-Loaded = tuple[TargetStepExecutor, ThreadPoolExecutor]
+Loaded = tuple[StepExecutor, ThreadPoolExecutor]
 
 
 def load(folder: Path, **settings: object) -> Loaded:
@@ -203,10 +203,10 @@ def load(folder: Path, **settings: object) -> Loaded:
     return thread.submit(_load, folder, settings).result(), thread
 
 
-def _load(folder: Path, settings: dict[str, object]) -> TargetStepExecutor:
+def _load(folder: Path, settings: dict[str, object]) -> StepExecutor:
     defaults = {"dtype": "float32", "threads": 1, "page_size": 8, "kv_pages": 400, "max_num_batched_tokens": 64}
     engine = load_target_engine(EngineSettings(str(folder), **(defaults | settings)), lambda *_: None)  # type: ignore[arg-type]
-    return TargetStepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
+    return StepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
 
 
 async def moved(executors: Sequence[Loaded], leaves: bool) -> tuple[list[Output], SchedulerService]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from engine.drafting.inside_target import InsideDrafting
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, SequenceRequest
 from scheduler.state.digests import DigestedTokens
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor
 from services.worker.process import WorkerArguments, load_executor
-from tests.support.in_process import Output, requests_of, run_in_process
+from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -60,29 +58,23 @@ def plainly(models: dict[str, EngineSettings]) -> list[tuple[list[SequenceReques
     rng = random.Random(9)
     shared = [SYSTEM[: rng.choice((20, 40, 83))] for _ in range(16)]
     prompts = [[*front, *rng.choices(range(VOCABULARY), k=rng.randint(1, 30))] for front in shared]
-    plain = TargetStepExecutor(load_target_engine(models["target"], silent), worker_epoch=1, prefix_cache=False)
+    plain = StepExecutor(load_target_engine(models["target"], silent), worker_epoch=1, prefix_cache=False)
     config = SchedulerConfig(batch_size=1, max_running=1, draft_length=0)
     both = [requests_of(prompts, 24, (temperature,)) for temperature in (0.0, 0.8)]
     return [(wanted, run_in_process(config, {"target": plain}, wanted)) for wanted in both]
 
 
-@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("policy", "pages"), [(Policy.RAGGED, 200), *((policy, 45) for policy in Policy)])
 def test_speculation_over_shared_pages_is_exact(
     models: dict[str, EngineSettings],
     plainly: list[tuple[list[SequenceRequest], dict[int, Output]]],
     policy: Policy,
     pages: int,
-    inside: bool,
 ) -> None:
     """Drafts share as well; with few pages what is known is handed out, and sequences are preempted and come back."""
     engine = load_target_engine(replace(models["target"], kv_pages=pages), silent)
     drafting = load_draft_engine(replace(models["draft"], kv_pages=pages), silent)
-    if inside:
-        engine.draft_with(InsideDrafting(drafting, prefix_cache=True), "draft")
-    workers: dict[str, StepExecutor[Any]] = {"target": TargetStepExecutor(engine, worker_epoch=1)}
-    if not inside:
-        workers["draft"] = DraftStepExecutor(drafting, worker_epoch=1)
+    workers = {"target": executor_of(engine, drafting, worker_epoch=1)}
     config = SchedulerConfig(batch_size=4, max_running=12, policy=policy, prefill_chunk=24)
     for wanted, expected in plainly:
         outputs = run_in_process(config, workers, wanted)
@@ -98,19 +90,19 @@ def test_speculation_over_shared_pages_is_exact(
 
 def test_setting_turns_it_off(models: dict[str, EngineSettings]) -> None:
     for share, reused in ((True, 80), (False, 0)):
-        fields = {"model": models["draft"].model, "threads": 1, "page_size": PAGE, "kv_pages": 40}
-        arguments = WorkerArguments(Role.DRAFT, fields | {"prefix_cache": share})
+        fields = {"model": models["target"].model, "threads": 1, "page_size": PAGE, "kv_pages": 40}
+        arguments = WorkerArguments(Role.TARGET, fields | {"prefix_cache": share})
         executor = load_executor(arguments, silent)
         replies = [
             executor.execute(
                 worker_pb2.StepRequest(
                     worker_epoch=executor.worker_epoch,
                     step_id=number,
-                    rows=[row(number, SYSTEM, 0, len(SYSTEM), draft_length=2)],
+                    rows=[row(number, SYSTEM, 0, len(SYSTEM), sample=True)],
                 ),
                 executor.clock(),
             )
             for number in (1, 2)
         ]
-        assert [reply.rows[0].reused for reply in replies] == [0, reused]
-        assert replies[0].rows[0].tokens == replies[1].rows[0].tokens
+        assert [sum(reply.rows.reused) for reply in replies] == [0, reused]
+        assert replies[0].rows.tokens == replies[1].rows.tokens

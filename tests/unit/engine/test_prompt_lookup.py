@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from engine.drafting.ngram_engine import NgramEngine
+
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
 from engine.steps import ProposeRow
