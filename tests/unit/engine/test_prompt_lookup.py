@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine.drafting.ngram_engine import NgramEngine
 
 from engine.drafting.prompt_lookup import TokenPlaces
+from engine.drafting.proposer import Asked, Lookup
+from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import PageTable
-from engine.steps import ProposeRow
+from engine.steps import RowOutcome, VerifyRow
 from scheduler.sampling import SamplingParameters
 
 
@@ -52,10 +53,22 @@ def test_finds_what_a_search_finds(vocabulary: int, shortest: int, longest: int)
     assert found > 20
 
 
-def test_proposal_is_state_but_for_its_last_token() -> None:
-    engine = NgramEngine()
-    table = PageTable()
-    history = [1, 2, 3, 1, 2]
-    row = ProposeRow(table, history, 3, history, 5, SamplingParameters())
-    assert engine.step([row]).rows[0].tokens == [3, 1, 2]
-    assert table.length == len(history) + 2
+def test_what_was_sampled_counts_and_is_replaced_where_another_token_is_committed() -> None:
+    """Rows propose after a history and a sampled token; what is committed next may differ, and is sometimes cut."""
+    rng = random.Random(4)
+    lookup, drafting, history, found = Lookup(2), SequenceDrafting(), [0], 0
+    for digest in range(1, 300):
+        sampled, count = rng.randrange(3), rng.randrange(5)
+        row = VerifyRow(PageTable(), history[-1:], (), True, history, 1, SamplingParameters())
+        row.draft_length, row.drafting = count, drafting
+        lookup.offer([row], [RowOutcome([sampled])], [digest])
+        (proposal,) = lookup.take([Asked(drafting, digest, len(history) + 1, count)], 0.0)
+        assert list(proposal) == (searched([*history, sampled], count, 2, 32) if count else [])
+        assert lookup.take([Asked(drafting, digest + 1, len(history) + 1, count)], 0.0) == [()]
+        found += bool(proposal)
+        history.append(rng.choice((sampled, 0)))
+        if rng.random() < 0.1:
+            kept = rng.randint(1, len(history))
+            del history[kept:]
+            drafting.truncate(kept)
+    assert found > 100
