@@ -243,6 +243,8 @@ class StepCompleted:
     seconds: float
     drafting: DraftingReport | None = None
     """None where no draft worker serves the target."""
+    drafting_seconds: float = 0.0
+    """Of `seconds`: for what it proposed, and for the waits."""
 
 
 Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted

@@ -303,7 +303,7 @@ class SchedulerService:
         drafting: DraftingReport | None,
     ) -> None:
         now = time.monotonic()
-        completed = StepCompleted(endpoint.worker_id, step.step_id, results, timings.total, drafting)
+        completed = StepCompleted(endpoint.worker_id, step.step_id, results, timings.total, drafting, timings.drafting)
         for observer in self.observers:
             observer.step_replied(step, completed, timings, now)
         self._handle(completed)
