@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.draft_kv import DraftKv
 from engine.drafting.model_draft import DraftEngine
+from engine.drafting.proposer import LocalProposer
+from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
@@ -26,9 +27,9 @@ class Stream:
     history: list[int] = field(default_factory=list)
     table: PageTable = field(default_factory=PageTable)
     draft_table: PageTable = field(default_factory=PageTable)
-    draft_kv: DraftKv = field(default_factory=DraftKv)
-    proposal: Sequence[int] = ()
+    drafting: SequenceDrafting = field(default_factory=SequenceDrafting)
     """Of a draft inside the target, in place of one with a `draft_table`."""
+    proposal: Sequence[int] = ()
     digests: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,16 +102,17 @@ def decode(
     draft_length: int = 0,
     sampling: SamplingParameters = GREEDY,
     digests: bool = False,
+    inside: LocalProposer | None = None,
 ) -> Rounds:
-    """So many rounds of all streams together: drafts, if there is a draft, then one step of the target, which proposes
-    itself where there is none."""
+    """So many rounds of all streams together: drafts, if there is a draft, then one step of the target, and what the
+    draft `inside` it does after that."""
     found = Rounds()
     for _ in range(rounds):
         began = time.perf_counter()
         if draft is not None and draft_length:
             _propose(draft, streams, draft_length, sampling)
         drafted = time.perf_counter()
-        timings = _verify(target, streams, 0 if draft is not None else draft_length, sampling, digests, found)
+        timings = _verify(target, streams, draft_length, sampling, digests, inside, found)
         verified = time.perf_counter()
         if draft is not None and draft_length:
             for stream in streams:
@@ -126,7 +128,7 @@ def decode(
 def free(target: TargetEngine, draft: DraftEngine | None, streams: Sequence[Stream]) -> None:
     for stream in streams:
         target.pool.free(stream.table)
-        stream.draft_kv.drop()
+        stream.drafting.kv.drop()
         if draft is not None:
             draft.pool.free(stream.draft_table)
 
@@ -153,6 +155,7 @@ def _verify(
     draft_length: int,
     sampling: SamplingParameters,
     digests: bool,
+    inside: LocalProposer | None,
     found: Rounds,
 ) -> EngineTimings:
     rows = [
@@ -166,18 +169,22 @@ def _verify(
             sampling,
             digests,
             draft_length=draft_length,
-            draft_kv=stream.draft_kv,
+            drafting=stream.drafting,
         )
         for stream in streams
     ]
     stepped = target.step(rows)
     for stream, outcome in zip(streams, _checked(stepped.rows), strict=True):
-        stream.history += outcome.tokens
+        stream.history += outcome.tokens[:-1]
         stream.digests += outcome.logits_digests
         found.tokens += len(outcome.tokens)
         found.drafted += len(stream.proposal)
         found.accepted += outcome.accepted
-        stream.proposal = outcome.ahead[0].tokens if outcome.ahead else ()
+    if inside is not None and draft_length:
+        inside.offer(rows, stepped.rows, [0] * len(rows))
+    for stream, outcome in zip(streams, stepped.rows, strict=True):
+        stream.history += outcome.tokens[-1:]
+        stream.proposal = stream.drafting.kept(0, draft_length)
     return stepped.timings
 
 

@@ -9,6 +9,7 @@ from bench.gpu.decoding import GREEDY, Rounds, Stream, decode, free, prefill, pr
 from bench.gpu.device import wait_for
 from bench.gpu.engines import Bench, Engines
 from engine.drafting.inside_target import InsideDrafting
+from engine.drafting.model_drafting import ModelDrafting
 from scheduler.sampling import SamplingParameters
 
 _PROMPT_TOKENS = 64
@@ -87,7 +88,7 @@ def speculation(
 def inside(bench: Bench, engines: Engines, name: str, batches: Sequence[int], rounds: int) -> None:
     """Plain decoding, and speculation with the draft inside the target's engine, which must give the same tokens."""
     target, length = engines.target, 3
-    target.draft_with(InsideDrafting(engines.draft, prefix_cache=False), "draft")
+    proposer = InsideDrafting(ModelDrafting(engines.draft, prefix_cache=False))
     engines.pair.set_agreement(0.8)
     for batch in batches:
         outputs, speeds = list[list[Stream]](), list[float]()
@@ -95,8 +96,8 @@ def inside(bench: Bench, engines: Engines, name: str, batches: Sequence[int], ro
             streams = [Stream(one) for one in prompts(batch, _PROMPT_TOKENS, target.description.vocabulary_size)]
             try:
                 prefill(target, None, streams, target.description.max_num_batched_tokens)
-                decode(target, None, streams, _WARM_UP, draft_length)
-                found = decode(target, None, streams, rounds, draft_length)
+                decode(target, None, streams, _WARM_UP, draft_length, inside=proposer)
+                found = decode(target, None, streams, rounds, draft_length, inside=proposer)
             finally:
                 free(target, None, streams)
             outputs.append(streams)

@@ -77,7 +77,7 @@ def vllm_generate(models: dict[str, Any]) -> Generate:
 
     options: dict[str, Any] = {}
     if models["draft"] == "ngram":
-        # The lengths of a match that Spool's prompt lookup looks for (engine/drafting/ngram_engine.py).
+        # The lengths of a match that Spool's prompt lookup looks for (deploy/config/models.py, engine/settings.py).
         options["speculative_config"] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 32}
     elif models["draft"]:
         options["speculative_config"] = {"method": "draft_model", "model": models["draft"]}
