@@ -1,7 +1,7 @@
 """Many schedules of faults, one for each seed: `python -m tests.sim.soak --seeds 1000`.
 
 A seed that breaks a rule is printed with its last events, and `--first SEED --seeds 1` takes the same course again.
-`--draft-ahead 4` makes cells in which drafts prepare for outcomes.
+`--served` makes cells in which draft workers serve all targets, `--kinds` schedules of some faults only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
+from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, ScheduleResult, run_schedule
 
 _SEEDS_PER_PART = 20
 _SEEDS_PER_REPORT = 200
 
 
-def run_seed(seed: int, sequences: int, draft_ahead: int | None) -> ScheduleResult | str:
+def run_seed(seed: int, sequences: int, served: bool, kinds: tuple[str, ...]) -> ScheduleResult | str:
     """What came of it, without the events; of a schedule that failed, in whatever way, how."""
     # What a schedule leaves behind is dropped while it is still in the processor's caches.
     gc.collect()
     try:
-        return replace(run_schedule(seed, sequences, draft_ahead=draft_ahead), events=())
+        return replace(run_schedule(seed, sequences, kinds, served), events=())
     except ScheduleError as error:
         return str(error)
     except Exception:
@@ -47,11 +48,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     parser.add_argument("--sequences", type=int, default=200, help="sequences of a schedule (default 200)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
-    parser.add_argument("--draft-ahead", type=int, metavar="N", help="every cell drafts, ahead too, for N outcomes")
+    parser.add_argument("--served", action="store_true", help="draft workers serve the targets of every cell")
+    parser.add_argument("--kinds", nargs="+", default=FAULTS, help="kinds of faults (default: all)")
     given = parser.parse_args()
     began, tokens, failures = time.monotonic(), 0, 0
     ends, faults = Counter[str](), Counter[str]()
-    run = partial(run_seed, sequences=given.sequences, draft_ahead=given.draft_ahead)
+    run = partial(run_seed, sequences=given.sequences, served=given.served, kinds=tuple(given.kinds))
     seeds = range(given.first, given.first + given.seeds)
     with ProcessPoolExecutor(given.jobs, get_context("spawn"), _begin_process) as pool:
         for count, result in enumerate(pool.map(run, seeds, chunksize=_SEEDS_PER_PART), 1):

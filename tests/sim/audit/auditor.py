@@ -1,16 +1,17 @@
 """Judges a cell by its messages alone, as docs/protocol.md says what they must be.
 
-It knows nothing of the code that runs: only the generated messages, who wrote them, who read them, and when. Each
-process is judged by what it could know: a worker's answer by the steps that it had read by then, a scheduler's step by
-the answers that had come.
+It knows nothing of the code that runs: only the generated messages, who wrote them, who read them, and when, and what
+passes of targets verify. Each process is judged by what it could know: a worker's answer by the steps that it had read
+by then, a scheduler's step by the answers that had come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from protos import scheduler_pb2, worker_pb2
+from tests.sim.audit.proposals import DraftAudit
 from tests.sim.audit.scheduler import SchedulerAudit
 from tests.sim.audit.sessions import GatewayAudit
 from tests.sim.audit.worker import WorkerAudit
@@ -35,6 +36,7 @@ class Auditor:
         self._workers: dict[Any, WorkerAudit] = {}
         self._schedulers: dict[Any, SchedulerAudit] = {}
         self._gateways: dict[Any, GatewayAudit] = {}
+        self._drafts: dict[Any, DraftAudit] = {}
         # Of calls with one request.
         self._requests: dict[Any, Any] = {}
 
@@ -50,6 +52,11 @@ class Auditor:
                     self._gateway(call.client).wrote(call, message)
                 else:
                     self._scheduler(call.server).sessions.wrote(call, message)
+            case "/spool.v1.Drafter/Propose":
+                if by_client:
+                    self._worker(call.client).proposals.asks(call, message)
+                else:
+                    self._draft(call.server).answers(call, message)
             case _ if by_client:
                 self._requests[call] = message
                 self._asked(call, message)
@@ -68,6 +75,11 @@ class Auditor:
                     self._gateway(call.client).read(call, message)
                 else:
                     self._scheduler(call.server).sessions.read(call, message)
+            case "/spool.v1.Drafter/Propose":
+                if by_client:
+                    self._worker(call.client).proposals.hears(message)
+                else:
+                    self._draft(call.server).reads(call, message)
             case "/spool.v1.Worker/ImportKv":
                 if by_client:
                     self._scheduler(call.client).moved_kv(call, self._requests[call])
@@ -75,6 +87,10 @@ class Auditor:
                     self._worker(call.server).asked_to_import(call, message)
             case "/spool.v1.Worker/ExportKv" if by_client:
                 self._worker(call.client).read_kv(message, self._requests[call])
+
+    def computes(self, process: Party, sequence_id: int, history: Sequence[int], drafted: Sequence[int]) -> None:
+        """A pass of the target verifies `drafted` behind the history."""
+        self._worker(process).proposals.computes(sequence_id, history, drafted)
 
     def served(self, call: Any) -> None:
         """The server's end of a call is over."""
@@ -109,6 +125,7 @@ class Auditor:
                 self._worker(call.server).gives_kv(call, request, message)
             case worker_pb2.WorkerDescription():
                 self._worker(call.server).described(message)
+                self._draft(call.server).described(message)
                 if request.protocol_version != message.protocol_version:
                     self._problem(f"{call.server.name} answers a scheduler of version {request.protocol_version}")
             case scheduler_pb2.RegisterReply():
@@ -124,6 +141,9 @@ class Auditor:
 
     def _gateway(self, process: Party) -> GatewayAudit:
         return self._known(self._gateways, GatewayAudit, process)
+
+    def _draft(self, process: Party) -> DraftAudit:
+        return self._known(self._drafts, DraftAudit, process)
 
     def _known(self, known: dict[Any, T], kind: Callable[..., T], process: Party) -> T:
         audit = known.get(process)

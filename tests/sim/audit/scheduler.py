@@ -13,8 +13,6 @@ from tests.sim.audit.books import (
     digest_of,
     digests_after,
     follows,
-    outcomes_of,
-    proposes,
     rows_of,
 )
 from tests.sim.audit.sessions import SchedulerSessions
@@ -36,6 +34,8 @@ class _Stream:
         """Sequences whose KV the book may have wrong."""
         self.last_step = 0
         self.answered = False
+        self.grant: worker_pb2.DraftGrant | None = None
+        """The last one that was sent."""
 
 
 class SchedulerAudit:
@@ -77,8 +77,7 @@ class SchedulerAudit:
         stream.last_step = request.step_id
         if rows_of(request) and stream.worker_epoch in self._gone:
             self._problem(f"step {request.step_id} goes to {call.address}, which has been told that it may leave")
-        if len({row.outcomes > 0 for row in request.rows}) > 1:
-            self._problem(f"step {request.step_id} has rows with outcomes and without")
+        self._check_grant(stream, request)
         busy = {row.sequence_id: row for step in stream.unanswered.values() for row in rows_of(step)}
         for row in rows_of(request):
             self._check_row(stream, row, busy.get(row.sequence_id))
@@ -120,6 +119,8 @@ class SchedulerAudit:
             parameters = row.parameters
             sequence.prompt_length = parameters.prompt_length
             self._say(sequence, name, 0, [digest_of(()), *digests_after(digest_of(()), parameters.committed_tokens)])
+            if not self.sessions.expects(sequence, tuple(parameters.expected_output)):
+                self._problem(f"{name} opens it with expected_output {list(parameters.expected_output)}")
         unsure = row.sequence_id in stream.unsure
         if follows(row):
             self._check_follows(stream, name, sequence, row, before)
@@ -128,13 +129,7 @@ class SchedulerAudit:
             digest = _digest_of(sequence, before)
             end = before.kv_len + len(before.tokens) + follows(before)
             known = row.kv_len > end and stream.book.digest(row.sequence_id, row.kv_len) == row.prefix_digest
-            chunk = not (before.sample or before.draft_length)
-            if before.outcomes:
-                kept = row.kv_len <= before.kv_len and stream.book.digest(row.sequence_id, row.kv_len)
-                proposes = row.draft_length > 0 and not row.outcomes
-                goes_on = proposes and (kept == row.prefix_digest or _goes_on(before, row))
-            else:
-                goes_on = chunk and (known or (row.kv_len, row.prefix_digest) == (end, digest))
+            goes_on = not before.sample and (known or (row.kv_len, row.prefix_digest) == (end, digest))
             if not goes_on:
                 self._problem(f"{name} does not wait for the answer to the one before")
         elif not unsure and stream.book.digest(row.sequence_id, row.kv_len) != row.prefix_digest:
@@ -142,17 +137,8 @@ class SchedulerAudit:
             self._problem(f"{name} counts on {row.kv_len} positions of KV, by its replies it has {has}, or other ones")
         digests = [row.prefix_digest, *digests_after(row.prefix_digest, row.tokens)]
         self._say(sequence, name, row.kv_len, digests)
-        if row.outcomes:
-            self._check_prepares(name, sequence, row, digests[-1])
-        elif row.draft_tokens:
-            drafted = list(row.draft_tokens)
-            sequence.verified, sequence.verified_until = (digests[-1], drafted), None
-            proposals = sequence.proposals.get(digests[-1], [])
-            proposals = [*proposals, *self.sessions.expected_after(sequence, row.kv_len + len(row.tokens))]
-            if not any(proposal[: len(drafted)] == drafted for proposal in proposals):
-                self._problem(f"{name} has draft_tokens {drafted}, proposed were {proposals}")
-            if not row.sample:
-                self._problem(f"{name} has draft_tokens, and is not to sample")
+        if row.verify and not row.sample:
+            self._problem(f"{name} is to verify, and not to sample")
         if not self.sessions.wants(sequence):
             self._problem(f"{name}: nobody waits for the sequence any more")
 
@@ -175,22 +161,27 @@ class SchedulerAudit:
             self._problem(f"{name} follows one that ends elsewhere than at {row.kv_len}")
         elif sequence.digests.get(row.kv_len) != row.prefix_digest:
             self._problem(f"{name} follows one that feeds other tokens")
-        if row.tokens or row.draft_tokens or row.HasField("parameters") or not row.sample:
+        if row.tokens or row.HasField("parameters") or not row.sample:
             self._problem(f"{name} follows another, and has more than that")
         if not self.sessions.wants(sequence):
             self._problem(f"{name}: nobody waits for the sequence any more")
 
-    def _check_prepares(self, name: str, sequence: CommittedTokens, row: worker_pb2.Row, digest: int) -> None:
-        """`digest` is that of the tokens before `draft_tokens`."""
-        until = sequence.verified_until
-        over = until is not None and self._clock() > until + _SLACK
-        if sequence.verified != (digest, list(row.draft_tokens)) or over:
-            self._problem(f"{name} is to prepare for a verification of {list(row.draft_tokens)}, there is none")
-        if digest in sequence.prepared_for:
-            self._problem(f"{name} is to prepare for a verification once more")
-        sequence.prepared_for.add(digest)
-        if row.sample or row.HasField("scoring") or not row.draft_length:
-            self._problem(f"{name} is to prepare, and has something of a target's row or nothing to propose")
+    def _check_grant(self, stream: _Stream, request: worker_pb2.StepRequest) -> None:
+        """Of a draft worker that is up and stays; a later grant has a higher number."""
+        name = f"step {request.step_id} for {stream.address}"
+        if request.wait_seconds < 0 or (request.wait_seconds > 0 and not request.HasField("grant")):
+            self._problem(f"{name} may wait {request.wait_seconds} s for a draft worker, and has grant {request.grant}")
+        if not request.HasField("grant"):
+            return
+        grant, before = request.grant, stream.grant
+        draft = self._last.get(grant.address)
+        if draft is None or not draft.answered or draft.worker_epoch != grant.draft_epoch:
+            self._problem(f"{name} grants a draft worker at {grant.address} that has not answered")
+        if grant.draft_epoch in self._gone:
+            self._problem(f"{name} grants the draft worker at {grant.address}, which has been told that it may leave")
+        if before is not None and before != grant and grant.number <= before.number:
+            self._problem(f"{name} has grant {grant.number} for {grant.address}, the one before was {before.number}")
+        stream.grant = grant
 
     def _say(self, sequence: CommittedTokens, name: str, position: int, digests: list[int]) -> None:
         place = sequence.say(position, digests)
@@ -211,28 +202,17 @@ class SchedulerAudit:
         if problem is not None:
             # A reply that has overtaken another one, or the worker's fault, which is told where it writes the reply.
             stream.unsure.update(row.sequence_id for row in rows_of(request))
-        rows, answers = rows_of(request), answers_of(request, reply)
-        if len(rows) != len(answers):
+        rows, answers = rows_of(request), answers_of(reply)
+        if answers is None or len(rows) != len(answers):
             return
         for row, answer in zip(rows, answers, strict=True):
+            if answer.status != worker_pb2.ROW_STATUS_OK or not answer.tokens:
+                continue
             sequence = self._sequences[row.sequence_id]
-            end, digest, drafted = row.kv_len + len(row.tokens), _digest_of(sequence, row), list(row.draft_tokens)
-            if follows(row):
-                # Where it began, and what it has verified, its answer tells.
-                end, drafted = answer.kv_len - answer.accepted, list(answer.tokens)
-                digest = sequence.digests.get(end)
-            if not row.outcomes and sequence.verified == (digest, list(row.draft_tokens)):
-                sequence.verified_until = self._clock()
-            if answer.status != worker_pb2.ROW_STATUS_OK or digest is None:
-                continue
-            for accepted, token, proposal in outcomes_of(answer):
-                after = digests_after(digest, [*drafted[:accepted], token])[-1]
-                sequence.proposals.setdefault(after, []).append(proposal)
-            if not answer.tokens:
-                continue
-            if proposes(row):
-                sequence.proposals.setdefault(digest, []).append(list(answer.tokens))
-            else:
+            # Where a row that follows began, its answer tells.
+            end = answer.kv_len - answer.accepted if follows(row) else row.kv_len + len(row.tokens)
+            digest = sequence.digests.get(end) if follows(row) else _digest_of(sequence, row)
+            if digest is not None:
                 grown = digests_after(digest, answer.tokens)
                 self._say(sequence, f"reply of {stream.address} for sequence {row.sequence_id}", end + 1, grown)
                 self.sessions.reached.update(grown)
@@ -282,10 +262,3 @@ def _digest_of(sequence: CommittedTokens, row: worker_pb2.Row) -> int | None:
     if follows(row):
         return sequence.digests.get(row.kv_len + 1)
     return digests_after(row.prefix_digest, row.tokens)[-1]
-
-
-def _goes_on(before: worker_pb2.Row, row: worker_pb2.Row) -> bool:
-    """Whether a row begins within what one that prepares feeds, as far as the tokens turned out to be those."""
-    digests = [before.prefix_digest, *digests_after(before.prefix_digest, [*before.tokens, *before.draft_tokens])]
-    place = row.kv_len - before.kv_len
-    return 0 <= place < len(digests) and digests[place] == row.prefix_digest

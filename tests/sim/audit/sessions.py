@@ -80,13 +80,11 @@ class SchedulerSessions:
         for submission in request.submissions:
             sequence = session.sequences[submission.request_id] = _Sequence(submission, now)
             self._wanted[sequence.prompt] += 1
-            if submission.expected_output:
-                self._expected.setdefault(sequence.prompt, set()).add(tuple(submission.expected_output))
+            self._expected.setdefault(sequence.prompt, set()).add(tuple(submission.expected_output))
 
-    def expected_after(self, sequence: CommittedTokens, length: int) -> list[list[int]]:
-        """What sessions expect of output after so many tokens of a sequence with this prompt."""
-        outputs = self._expected.get(sequence.digests.get(sequence.prompt_length, 0), set())
-        return [list(output[length - sequence.prompt_length :]) for output in outputs]
+    def expects(self, sequence: CommittedTokens, output: tuple[int, ...]) -> bool:
+        """Whether some session has submitted a sequence with this prompt and expected this output, or none."""
+        return output in self._expected.get(sequence.digests.get(sequence.prompt_length, 0), set())
 
     def wrote(self, call: Any, reply: scheduler_pb2.SessionReply) -> None:
         session, now = self._sessions.get(call), self._clock()

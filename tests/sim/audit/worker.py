@@ -9,6 +9,7 @@ from zlib import crc32
 
 from protos import scheduler_pb2, worker_pb2
 from tests.sim.audit.books import KvBook, digest_of
+from tests.sim.audit.proposals import ProposalAudit
 
 _OK, _WRONG, _FENCED, _INVALID = (
     worker_pb2.STEP_STATUS_OK,
@@ -40,6 +41,7 @@ class WorkerAudit:
 
     def __init__(self, name: str, clock: Callable[[], float], problem: Callable[[str], None]) -> None:
         self.book = KvBook()
+        self.proposals = ProposalAudit(self._problem)
         self._name = name
         self._clock = clock
         self._tell = problem
@@ -63,6 +65,7 @@ class WorkerAudit:
 
     def read_step(self, call: Any, request: worker_pb2.StepRequest) -> None:
         self._unanswered.setdefault(call, deque()).append(request)
+        self.proposals.asked(request)
         if self._description is None or request.worker_epoch == self._description.worker_epoch:
             self._highest_read = max(self._highest_read, request.scheduler_epoch)
 
@@ -97,7 +100,7 @@ class WorkerAudit:
 
     def _check_turn(self, step: str, request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> None:
         if not request.step_id and not request.rows and not request.released_sequence_ids:
-            if len(reply.rows) or reply.status not in (_OK, _INVALID):
+            if len(reply.rows.counts) or reply.status not in (_OK, _INVALID):
                 self._problem(f"{step}, which is empty, is answered with rows or status {reply.status}")
             return
         first = self._answers.get(request.step_id)
@@ -111,7 +114,7 @@ class WorkerAudit:
             self._problem(f"{step} is executed after step {self._last_step}")
         self._last_step = request.step_id
         self._answers[request.step_id] = reply
-        problem = self.book.settle(request, reply)
+        problem = self.book.settle(request, reply, self.proposals.verified)
         if problem is not None:
             self._problem(f"{step}: {problem}")
         description = self._description
@@ -129,7 +132,7 @@ class WorkerAudit:
 
     def described(self, description: worker_pb2.WorkerDescription) -> None:
         self._check_epoch(description.worker_epoch)
-        self._description = description
+        self._description = self.proposals.description = description
 
     def registers(self, request: scheduler_pb2.RegisterRequest) -> None:
         self.described(request.description)
@@ -159,6 +162,7 @@ class WorkerAudit:
 
     def asked_to_import(self, call: Any, request: worker_pb2.ImportKvRequest) -> None:
         self._imports[call] = request
+        self.proposals.opened(request.sequence_id, request.parameters)
         self._had_import = True
 
     def has_imported(self, call: Any) -> None:

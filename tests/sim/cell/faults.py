@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.steps import RowOutcome
+from scheduler.messages import Role
 from tests.sim.cell.paged_model import AnyRow
-from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISON, TRUNCATED, Fault
+from tests.sim.cell.plan import (
+    CELL_CRASH,
+    DRAFT_CHANGES,
+    DRAFT_FAULTS,
+    DRAFT_POISON,
+    POISON,
+    TRUNCATED,
+    Fault,
+)
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.worker import SimulatedWorker
 
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
 CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
 HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
+HARMLESS_TO_TARGETS = HARMLESS_TO_LINKS | {*DRAFT_FAULTS, DRAFT_POISON, DRAFT_CHANGES}
 DISTURBING = CUTTING | {CELL_CRASH, "scheduler crash", "two schedulers", TRUNCATED}
 
 _MOST_LOST = 2
@@ -37,8 +47,7 @@ class Faults:
     def strike(self, fault: Fault) -> None:
         """Does what the fault says to whom it picks, unless that one is down already."""
         self._world.note("fault", fault.kind, round(fault.seconds, 3), round(fault.pick, 3), round(fault.strength, 3))
-        workers = [worker for worker in self._world.workers.values() if worker.process.alive and not worker.leaving]
-        worker = workers[int(fault.pick * len(workers))] if workers else None
+        worker = self._pick(fault)
         cell = self._cell(fault)
         scheduler = cell.current
         self.struck[fault.kind] += 1
@@ -55,9 +64,12 @@ class Faults:
             case "two schedulers" if scheduler is not None and scheduler.process.alive:
                 cell.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
                 cell.add_scheduler(scheduler, fault.seconds + fault.strength)
-            case kind if kind == POISON:
-                requests = self._world.plan.requests
-                self.poisons.prompts[requests[int(fault.pick * len(requests))].request.prompt] = fault
+            case kind if kind in (POISON, DRAFT_POISON):
+                self.poisons.prompts[self._world.plan.victim(fault).prompt] = fault
+            case "draft joins":
+                self._world.add_draft(cell, fault)
+            case "proposals corrupted":
+                self._world.network.corrupt_proposals(fault.seconds, 0.3 * fault.strength)
             case "gateway crash":
                 self._world.crash_gateway(int(fault.pick * len(self._world.gateways)))
             case kind if kind == TRUNCATED:
@@ -67,29 +79,69 @@ class Faults:
             case _ if worker is not None:
                 self._strike_worker(worker, fault)
 
+    def _pick(self, fault: Fault) -> SimulatedWorker | None:
+        """One of the workers; of the draft workers, for what strikes only these."""
+        workers = [
+            worker
+            for worker in self._world.workers.values()
+            if worker.process.alive
+            and not worker.leaving
+            and (fault.kind not in DRAFT_FAULTS or worker.plan.role is Role.DRAFT)
+        ]
+        return workers[int(fault.pick * len(workers))] if workers else None
+
     def _strike_worker(self, worker: SimulatedWorker, fault: Fault) -> None:
+        network = self._world.network
         match fault.kind:
-            case "worker crash":
+            case "worker crash" | "draft crash":
                 self._world.stop_worker(worker, fault.seconds)
-            case "worker leaves" | "kv damaged":
+            case "worker leaves" | "kv damaged" | "draft leaves":
                 if fault.kind == "kv damaged":
-                    self._world.network.damage_kv(fault.seconds, fault.strength)
+                    network.damage_kv(fault.seconds, fault.strength)
                 leaving = worker.process.spawn(worker.leave(2 * fault.seconds))
                 leaving.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
-            case "worker drains":
+            case "worker drains" | "draft drains":
                 # Nobody has told the scheduler.
                 draining = worker.process.spawn(worker.server.drain(fault.seconds))
                 draining.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
-            case "worker stalls":
+            case "worker stalls" | "draft hangs":
                 worker.stalled_until = self._world.loop.now + fault.seconds
             case kind if kind == DRAFT_CHANGES:
-                worker.model.acceptance = fault.strength
-            case "worker slow":
+                worker.change_acceptance(fault.strength)
+            case "worker slow" | "draft slow":
                 worker.slowness = 1.0 + 10.0 * fault.strength
             case "lost kv":
-                self._lose_kv(worker, 1 + int(fault.strength * 20))
-            case "row trouble":
+                worker.lose_kv(1 + int(fault.strength * 20))
+            case "row trouble" | "draft refuses":
                 self._trouble(worker, self._world.loop.now + fault.seconds, 0.05 * fault.strength)
+            case "draft freezes":
+                # Nobody hears it, not even the scheduler.
+                for other in self._world.network.processes:
+                    network.block(worker.process.name, other.name, fault.seconds)
+            case "proposals disturbed":
+                network.meddle("Propose", worker.process.name, fault.seconds, 0.3 * fault.strength)
+            case "draft link breaks" | "draft link one way" | "draft link slow":
+                self._strike_link(worker, fault)
+
+    def _strike_link(self, draft: SimulatedWorker, fault: Fault) -> None:
+        """Between a draft worker and one of the targets of its cell."""
+        network, name = self._world.network, draft.process.name
+        targets = [
+            worker.process
+            for worker in self._world.workers.values()
+            if worker.plan.role is Role.TARGET and worker.plan.cell == draft.plan.cell
+        ]
+        target = targets[int(1000 * fault.pick) % len(targets)]
+        self._world.note("between", name, target.name)
+        match fault.kind:
+            case "draft link breaks":
+                network.cut(draft.process, target)
+                network.block(name, target.name, fault.seconds * (fault.strength < 0.5))
+            case "draft link one way":
+                ends = (name, target.name) if fault.strength < 0.5 else (target.name, name)
+                network.block_one_way(*ends, fault.seconds)
+            case "draft link slow":
+                network.slow_down(name, target.name, fault.seconds, 0.2 * fault.strength)
 
     def _cell(self, fault: Fault) -> CellSchedulers:
         """The one that it strikes, whatever it picks there."""
@@ -115,15 +167,16 @@ class Faults:
             case "delay":
                 self._world.network.slow_down(scheduler.name, other.name, fault.seconds, fault.strength)
             case "duplicate and reorder":
-                self._world.network.meddle(other.name, fault.seconds, 0.1 * fault.strength)
+                self._world.network.meddle("Steps", other.name, fault.seconds, 0.1 * fault.strength)
 
-    def _lose_kv(self, worker: SimulatedWorker, most: int) -> None:
-        for sequence_id in self._world.rng.sample(list(worker.held), min(most, len(worker.held))):
-            key = (worker.plan.worker_id, sequence_id)
-            if self._lost[key] < _MOST_LOST:
-                self._lost[key] += 1
-                self._world.note("kv lost", *key)
-                worker.losing.add(sequence_id)
+    def may_lose_kv(self, worker: SimulatedWorker, sequence_id: int) -> bool:
+        """Counts it."""
+        key = (worker.plan.worker_id, sequence_id)
+        may = self._lost[key] < _MOST_LOST
+        if may:
+            self._lost[key] += 1
+            self._world.note("kv lost", *key)
+        return may
 
     def _trouble(self, worker: SimulatedWorker, until: float, chance: float) -> None:
         rng = self._world.rng
@@ -131,7 +184,6 @@ class Faults:
         def trouble(rows: Sequence[AnyRow]) -> dict[int, RowOutcome]:
             wrong: dict[int, RowOutcome] = {}
             if self._world.loop.now > until:
-                worker.model.trouble = None
                 return wrong
             if rng.random() < 0.1 * chance:
                 raise RuntimeError("injected: the step failed")

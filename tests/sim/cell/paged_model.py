@@ -19,16 +19,12 @@ from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.sampling.grammars import GrammarError
 from engine.steps import (
-    AheadProposal,
-    AheadRow,
-    Awaited,
     Computing,
     EngineTimings,
     ProposeRow,
     RowOutcome,
     StepOutcome,
     VerifyRow,
-    never_awaited,
     no_callback,
 )
 from scheduler.messages import TokenLogprobs
@@ -42,7 +38,7 @@ _STEP = 0x2545F4914F6CDD1D % _MODULUS
 _CHOICE = 0x9E3779B97F4A7C15
 _ALL = range(VOCABULARY)
 
-AnyRow = VerifyRow | ProposeRow | AheadRow
+AnyRow = VerifyRow | ProposeRow
 Windows = tuple[int | None, ...]
 """Of the model's layers; None for those that see everything."""
 Trouble = Callable[[Sequence[AnyRow]], dict[int, RowOutcome]]
@@ -67,16 +63,6 @@ def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -
     choice = _choice(total)
     right = (choice >> 32) % 1000 < acceptance * 1000
     return choices[(choice if right else choice + 1) % len(choices)]
-
-
-def _other_token(total: int, acceptance: float, assumed: int | None) -> int:
-    """What a draft takes for likeliest where the target does not choose `assumed`: more often than not the truth."""
-    token = _draft_token(total, acceptance)
-    if token != assumed:
-        return token
-    choice = _choice(total)
-    known = (choice >> 48) % 4 > 0 and choice % VOCABULARY != assumed
-    return (choice if known else choice + 2) % VOCABULARY
 
 
 class _Whole:
@@ -116,7 +102,7 @@ def true_output(
     return output
 
 
-def _matcher(row: VerifyRow | ProposeRow, proposed: Sequence[int] = ()) -> AutomatonMatcher | None:
+def _matcher(row: AnyRow, proposed: Sequence[int] = ()) -> AutomatonMatcher | None:
     """After the row's output and what was proposed. Raises GrammarError where that does not follow the grammar."""
     grammar = row.sampling.grammar
     if grammar is None:
@@ -126,7 +112,7 @@ def _matcher(row: VerifyRow | ProposeRow, proposed: Sequence[int] = ()) -> Autom
     return matcher  # type: ignore[no-any-return]
 
 
-def _choices(row: VerifyRow | ProposeRow, matcher: AutomatonMatcher | None) -> Sequence[int]:
+def _choices(row: AnyRow, matcher: AutomatonMatcher | None) -> Sequence[int]:
     if matcher is None or row.sampling.grammar is None:
         return _ALL
     return matcher.choices(row.sampling.grammar.end_token_ids)
@@ -169,22 +155,26 @@ def _score(token: int, total: int) -> TokenLogprobs:
 class NumbersStore:
     """Pages of numbers as bytes (engine/kv/kv_store.py)."""
 
-    def __init__(self, memory: list[int], lanes: int, page_size: int) -> None:
+    def __init__(self, memory: list[int], lanes: int, page_size: int, moving: Callable[[], None]) -> None:
+        """`moving` takes the time of each call."""
         self.layout = PageLayout("paged", "int64", (lanes, 1, 1, page_size, 1), 8)
         self._memory = memory
+        self._moving = moving
         self._size = lanes * page_size
 
     def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        self._moving()
         return [array("q", self._memory[page * self._size : (page + 1) * self._size]).tobytes() for page in pages]
 
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        self._moving()
         for page, data in zip(pages, contents, strict=True):
             self._memory[page * self._size : (page + 1) * self._size] = array("q", data)
 
 
 class PagedModel:
-    """Engine of a target or, with an `acceptance`, of a draft or a target with a head. `computed` is told of the rows
-    when the step's time has passed."""
+    """Engine of a target or of a draft, whose tokens are right as often as `acceptance` says. `computes` is told of the
+    rows of a step, and takes its time; `moving` takes that of reading or writing pages for other workers."""
 
     def __init__(
         self,
@@ -193,9 +183,10 @@ class PagedModel:
         max_sequence_length: int,
         max_num_batched_tokens: int,
         acceptance: float,
-        computed: Callable[[Sequence[AnyRow]], None],
+        computes: Callable[[Sequence[AnyRow]], None],
         windows: Windows = (None,),
         own_draft_id: str = "",
+        moving: Callable[[], None] = no_callback,
     ) -> None:
         self._groups, lanes = page_groups(windows), lanes_of(page_groups(windows), len(windows))
         self._spans = [group.slices * page_size for group in self._groups]
@@ -219,27 +210,19 @@ class PagedModel:
         self._size = lanes * page_size
         self._memory = [0] * (pages * self._size)
         self.acceptance = acceptance
-        self._computed = computed
-        self.kv_store = NumbersStore(self._memory, lanes, page_size)
+        self._computes = computes
+        self.kv_store = NumbersStore(self._memory, lanes, page_size, moving)
 
-    def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = no_callback) -> StepOutcome:
-        return self._answer(rows, computing, self._run)
-
-    def prepare(
-        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
-    ) -> StepOutcome:
-        return self._answer(rows, computing, lambda row: self._prepare(row, awaited()))
-
-    def _answer(self, rows: Sequence[AnyRow], computing: Computing, run: Callable[[Any], RowOutcome]) -> StepOutcome:
+    def step(self, rows: Sequence[AnyRow], computing: Computing = no_callback) -> StepOutcome:
         computing()
-        self._computed(rows)
+        self._computes(rows)
         wrong = self.trouble(rows) if self.trouble is not None else {}
         outcomes = []
         for place, row in enumerate(rows):
-            outcomes.append(wrong[place] if place in wrong else run(row))
+            outcomes.append(wrong[place] if place in wrong else self._run(row))
         return StepOutcome(outcomes, EngineTimings())
 
-    def _run(self, row: VerifyRow | ProposeRow) -> RowOutcome:
+    def _run(self, row: AnyRow) -> RowOutcome:
         table, start = row.table, row.table.length
         try:
             if isinstance(row, ProposeRow):
@@ -279,14 +262,7 @@ class PagedModel:
                     matcher.try_consume_tokens((token,))
                 tokens.append(_target_token(self._attend(table, length), _choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
-        outcome = RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
-        if row.draft_length:
-            length = table.length
-            proposal = self._follow(table, tokens[-1], row.draft_length)
-            self.pool.truncate(table, length)
-            if proposal:
-                outcome.ahead.append(AheadProposal(outcome.accepted, tokens[-1], proposal))
-        return outcome
+        return RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table
@@ -302,55 +278,6 @@ class PagedModel:
             choices = _choices(row, _matcher(row, proposal))
             proposal.append(_draft_token(total, self.acceptance, choices))
         return RowOutcome(proposal)
-
-    def _prepare(self, row: AheadRow, early: bool) -> RowOutcome:
-        """`early`: ends after any number of passes, and has so much of each proposal."""
-        table, outcome = row.table, RowOutcome([])
-        try:
-            self._feed(table, [*row.tokens, *row.assumed])
-        except OutOfPagesError as error:
-            return RowOutcome([], error=str(error), out_of_pages=True)
-        if row.sampling.grammar is not None:
-            return outcome
-        base, length = table.length - len(row.assumed), row.draft_length
-        if early:
-            length = _choice(self._attend(table)) % (length + 1)
-        forks: list[PageTable] = []
-        # The last places first, on and off: each of them may be what the target comes to.
-        places = [(accepted, token) for accepted, token in enumerate([*row.assumed, None])]
-        first = base % len(places)
-        try:
-            for accepted, assumed in [*places[first:], *places[:first]][: row.outcomes]:
-                fork = self._fork(table, base + accepted)
-                forks.append(fork)
-                token = _other_token(self._attend(fork), self.acceptance, assumed)
-                proposal = self._follow(fork, token, length)
-                if proposal:
-                    outcome.ahead.append(AheadProposal(accepted, token, proposal))
-        except OutOfPagesError:
-            pass  # for the others there is no room
-        finally:
-            for fork in forks:
-                self.pool.free(fork)
-        return outcome
-
-    def _fork(self, table: PageTable, length: int) -> PageTable:
-        fork, copies = self.pool.fork(table, length)
-        size = self._size
-        for source, page in copies:
-            self._memory[page * size : (page + 1) * size] = self._memory[source * size : (source + 1) * size]
-        return fork
-
-    def _follow(self, table: PageTable, token: int, length: int) -> list[int]:
-        """What is proposed after the token: less than `length` where there is no page any more."""
-        proposal: list[int] = []
-        try:
-            while len(proposal) < length:
-                self._feed(table, [*proposal[-1:], token][:1])
-                proposal.append(_draft_token(self._attend(table), self.acceptance))
-        except OutOfPagesError:
-            pass
-        return proposal
 
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> None:
         """Writes the KV of the tokens to the pages."""

@@ -17,6 +17,23 @@ LONGEST_PROMPT = 24
 MOST_TOKENS = 8
 LONGEST = LONGEST_PROMPT + MOST_TOKENS
 
+DRAFT_FAULTS = (
+    "draft crash",
+    "draft leaves",
+    "draft drains",
+    "draft hangs",
+    "draft freezes",
+    "draft slow",
+    "draft joins",
+    "draft refuses",
+    "draft link breaks",
+    "draft link one way",
+    "draft link slow",
+    "proposals disturbed",
+    "proposals corrupted",
+)
+"""What strikes draft workers and their links to targets. None of these may stop a target."""
+
 FAULTS = (
     "worker crash",
     "worker leaves",
@@ -35,6 +52,7 @@ FAULTS = (
     "kv damaged",
     "row trouble",
     "poison",
+    *DRAFT_FAULTS,
 )
 
 CELL_CRASH = "cell crash"
@@ -44,6 +62,15 @@ DRAFT_CHANGES = "draft changes"
 """The share of a draft's proposals that the target accepts becomes the strength of the fault."""
 POISON = "poison"
 """A request that kills every worker that computes it."""
+DRAFT_POISON = "draft poison"
+"""One that kills every draft worker that computes it."""
+
+LOOKUP, OWN = "lookup", "own"
+"""Models of targets that propose themselves: out of the text before, or by a draft of their own."""
+
+
+_OWN_DRAFTS = ("", OWN, "", "", LOOKUP, "")
+"""One for each seed in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +86,13 @@ class WorkerPlan:
     cell: int = 0
     kv_seconds: float = 0.0
     """Of a pass, for each position of KV that it reads."""
-    head_seconds: float = 0.0
-    """Of a pass of a target's head, which proposes with `acceptance`; 0: there is none."""
+    own_draft: str = ""
+    """Of a target: `LOOKUP`, or `OWN` for a draft that proposes with `acceptance`; empty: draft workers may serve it.
+    """
+    own_seconds: float = 0.0
+    own_row_seconds: float = 0.0
+    own_kv_seconds: float = 0.0
+    """Of passes of the target's own draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +136,25 @@ class Plan:
     windows: Windows = (None,)
     """Of the models' layers."""
 
+    def victim(self, fault: Fault) -> GenerationRequest:
+        """The request that the fault strikes."""
+        return self.requests[int(fault.pick * len(self.requests))].request
+
 
 def make_plan(
     rng: random.Random,
     seed: int,
     sequences: int,
     kinds: tuple[str, ...] = FAULTS,
-    draft_ahead: int | None = None,
+    served: bool = False,
     cells: int | None = None,
 ) -> Plan:
-    """With `draft_ahead`, the cell is one in which drafts can prepare for so many outcomes; with `cells`, there are so
-    many."""
+    """With `served`, the cell has draft workers, which serve its targets; with `cells`, there are so many."""
     config = SchedulerConfig(
         batch_size=rng.choice((4, 8, 16, 32)),
         max_running=rng.choice((16, 48, 128, 256)),
         policy=rng.choice(tuple(Policy)),
         draft_length=rng.choice((0, 2, 3, 4)),
-        draft_ahead=4 if seed % 3 == 1 else 0,
         prefill_chunk=rng.choice((16, 64, 128)),
         steps_in_flight=rng.choice((1, 2, 2, 3)),
         max_queued_sequences=rng.choice((1000, 1000, 1000, 60)),
@@ -134,6 +168,7 @@ def make_plan(
         for index in range(count):
             lengths = rng.randint(2, 8) if tight else 150
             target = role is Role.TARGET
+            own = _OWN_DRAFTS[seed % len(_OWN_DRAFTS)] if target else ""
             workers.append(
                 WorkerPlan(
                     f"{role.value}{index}",
@@ -144,7 +179,8 @@ def make_plan(
                     rng.choice((0.3, 0.7, 0.9)),
                     0.01 if target else 0.003,
                     0.0001,
-                    head_seconds=0.001 if target and seed % 4 == 3 else 0.0,
+                    own_draft=own,
+                    own_seconds=0.001 if own == OWN else 0.0,
                 )
             )
     gateways = rng.choice((1, 2, 3))
@@ -153,8 +189,12 @@ def make_plan(
     prefixes = tuple(_tokens(rng, rng.randint(1, LONGEST_PROMPT - 4)) for _ in range(rng.choice((0, 1, 1, 3))))
     requests = tuple(_request(rng, number, gateways, load_seconds, prefixes) for number in range(sequences))
     horizon = load_seconds + 0.8
-    chosen = rng.sample(kinds, rng.randint(1, min(4, len(kinds)))) if kinds else []
     faults = []
+    chosen = rng.sample(kinds, rng.randint(1, min(4, len(kinds)))) if kinds else []
+    # Faults that nobody is there for would be none.
+    served |= bool(kinds) and set(kinds) <= {*DRAFT_FAULTS, DRAFT_POISON}
+    if not served and all(worker.role is Role.TARGET for worker in workers):
+        chosen = [kind for kind in chosen if kind not in DRAFT_FAULTS]
     for _ in range(rng.randint(2, 8) if chosen else 0):
         seconds = rng.choice((0.02, 0.2, 1.0, 2.5))
         faults.append(Fault(rng.random() * horizon, rng.choice(chosen), seconds, rng.random(), rng.random()))
@@ -177,28 +217,26 @@ def make_plan(
         ("log probabilities of", 0.25, _with_scores),
         *((("messages of", 0.1, _with_truncated_messages),) if kinds == FAULTS else ()),
         *((("prompts that kill in", 0.125, _with_poisons),) if kinds == FAULTS else ()),
+        *((("prompts that kill drafts in", 0.1, _with_draft_poisons),) if kinds == FAULTS else ()),
         ("windows of", 1 / 3, _with_windows),
         ("limits of", 0.125, _with_small_limits),
     ):
         own = random.Random(f"{what} {seed}")
         if own.random() < share:
             plan = change(plan, own)
-    plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
-    return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
+    if served:
+        plan = _with_drafts(plan)
+    return _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
 
 
-def _drafting_ahead(plan: Plan, outcomes: int) -> Plan:
-    config = replace(
-        plan.config,
-        draft_ahead=outcomes,
-        draft_length=plan.config.draft_length or 3,
-        steps_in_flight=max(2, plan.config.steps_in_flight),
-    )
-    workers = plan.workers
+def _with_drafts(plan: Plan) -> Plan:
+    """Every target is served by draft workers, and has something to ask them."""
+    workers = [replace(worker, own_draft="", own_seconds=0.0) for worker in plan.workers]
     if all(worker.role is Role.TARGET for worker in workers):
-        draft = replace(workers[0], worker_id=f"{Role.DRAFT.value}0", role=Role.DRAFT, base_seconds=0.003)
-        workers = (*workers, draft)
-    return replace(plan, config=config, workers=workers)
+        drafts = (replace(workers[0], worker_id=f"draft{index}", role=Role.DRAFT) for index in range(1 + plan.seed % 2))
+        workers += [replace(draft, base_seconds=workers[0].base_seconds / 3) for draft in drafts]
+    config = replace(plan.config, draft_length=plan.config.draft_length or 3)
+    return replace(plan, config=config, workers=tuple(workers))
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:
@@ -269,6 +307,14 @@ def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
         start, down = 0.3 * rng.random(), rng.choice((0.02, 0.2))
         count = len(plan.workers)
         faults += [Fault(start + place * pause, kind, 0.2, (place + 0.5) / count, down) for place in range(count)]
+    return _adding(plan, faults)
+
+
+def _with_draft_poisons(plan: Plan, rng: random.Random) -> Plan:
+    faults = [
+        Fault(0.5 * plan.horizon * rng.random(), DRAFT_POISON, rng.choice((0.02, 0.2, 1.0)), *_two(rng))
+        for _ in range(rng.randint(1, 2))
+    ]
     return _adding(plan, faults)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler.messages import Role, SequenceRequest
-from tests.sim.cell.plan import Fault
+from tests.sim.cell.plan import DRAFT_POISON, POISON, Fault
 
 if TYPE_CHECKING:
+    from tests.sim.cell.process import Process
     from tests.sim.cell.worker import SimulatedWorker
     from tests.sim.cell.world import World
 
@@ -30,7 +31,7 @@ class _Victim:
     def excused(self) -> bool:
         """Whether the loss has a reason of its own: the worker leaves, drains, or its connection was cut meanwhile."""
         worker = self.worker
-        return worker.leaving or worker.executor.draining or worker.process.broken_until >= self.arrived
+        return worker.leaving or worker.draining or worker.process.broken_until >= self.arrived
 
 
 class Poisons:
@@ -42,6 +43,10 @@ class Poisons:
         self._submissions: Counter[Prompt] = Counter()
         """How often each prompt was submitted to a scheduler that could not know what it did before."""
         self._mended = False
+        plan = world.plan
+        poisons = (fault for fault in plan.faults if fault.kind in (POISON, DRAFT_POISON))
+        self._homes: dict[Prompt, set[Process]] = {plan.victim(fault).prompt: set() for fault in poisons}
+        """Targets that have computed the sequences that are poisons or will be, by the prompt."""
         self._victims: dict[tuple[Prompt, Role], list[_Victim]] = defaultdict(list)
 
     def submitted(self, request: SequenceRequest) -> None:
@@ -56,10 +61,20 @@ class Poisons:
 
     def computed(self, worker: SimulatedWorker, prompts: Iterable[Prompt]) -> None:
         """The worker computes rows of these."""
-        for prompt in sorted(set(prompts) & self.prompts.keys()) if not self._mended else ():
-            victims = self._victims[prompt, worker.plan.role]
+        role = worker.plan.role
+        for prompt in sorted(set(prompts) & self._homes.keys()):
+            homes = self._homes[prompt]
+            if role is Role.TARGET:
+                homes.add(worker.process)
+            fault = self.prompts.get(prompt)
+            if fault is None or self._mended or (role is Role.TARGET and fault.kind == DRAFT_POISON):
+                continue
+            victims = self._victims[prompt, role]
             victims.append(_Victim(worker, worker.arrived))
             kills, most = sum(not one.excused for one in victims), MAX_KILLS * self._submissions[prompt]
+            if role is Role.DRAFT:
+                # Each target must find out for itself.
+                most = MAX_KILLS * len(homes)
             if kills > most:
                 self._world.fail(f"{prompt} has killed {kills} {worker.plan.role.value} workers, {most} may go")
-            self._world.loop.call_soon(self._world.stop_worker, worker, self.prompts[prompt].seconds)
+            self._world.loop.call_soon(self._world.stop_worker, worker, fault.seconds)

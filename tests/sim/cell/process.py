@@ -7,11 +7,13 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from tests.sim.cell.rpc.blocking import BlockingChannel
 from tests.sim.cell.rpc.calls import Call, Channel
 from tests.sim.cell.virtual_time import OWNER
 
 if TYPE_CHECKING:
     from tests.sim.cell.rpc.network import Network
+    from tests.sim.cell.virtual_threads import VirtualThread
 
 _MANY_TASKS = 256
 
@@ -26,6 +28,7 @@ class Process:
         self.broken_until = float("-inf")
         """Until when the other end may not have noticed that a connection of this process was cut while both lived."""
         self.calls: dict[Call, None] = {}
+        self.threads: list[VirtualThread] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)
@@ -50,6 +53,11 @@ class Process:
             raise OSError(f"process {self.name} is dead")
         return Channel(self, address)
 
+    def open_blocking_channel(self, address: str, silence_seconds: float) -> BlockingChannel:
+        if not self.alive:
+            raise OSError(f"process {self.name} is dead")
+        return BlockingChannel(self, address, silence_seconds)
+
     def run(self, call: Callable[[], Any]) -> Any:
         """Whatever the call starts belongs to this process."""
         return self._context.copy().run(call)
@@ -70,6 +78,8 @@ class Process:
     def kill(self) -> None:
         """Dies on the spot: what its tasks still do on the way out reaches nobody."""
         self.alive = False
+        for thread in self.threads:
+            thread.shutdown()
         for task in self._tasks:
             task.cancel()
         for call in list(self.calls):

@@ -9,16 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
 import pytest
 
-import services.scheduler.server
-import services.scheduler.workers.worker_set
+from services.scheduler import server
+from services.scheduler.workers import worker_set
+from services.worker.drafting import batcher, mailbox, stream
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.rpc.network import Listener
+from tests.sim.cell.virtual_threads import BlockingThread, Threads, VirtualCondition, VirtualEvent, VirtualQueue
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
 
@@ -50,16 +53,23 @@ class ScheduleResult:
     """Sequences with a grammar that finished."""
     reused: int
     """Positions whose KV sequences took over from others."""
-    ahead_rows: int
-    """With which drafts prepared for outcomes of verifications."""
+    verified: int
+    """Proposed tokens that targets have verified."""
+    served: int
+    """Of these, those that draft workers had proposed."""
 
 
 @contextmanager
-def _quiet(loop: VirtualLoop) -> Iterator[None]:
-    """The services' clocks are the loop's, their servers listen on the simulated network, their logs are off, and
-    nothing is collected at times of its own."""
-    modules: list[Any] = [services.scheduler.workers.worker_set, services.scheduler.server]
+def _quiet(loop: VirtualLoop, threads: Threads) -> Iterator[None]:
+    """The services' clocks are the loop's, their threads block in virtual time, their servers listen on the simulated
+    network, their logs are off, and nothing is collected at times of its own."""
+    modules: list[Any] = [worker_set, server, mailbox, stream, batcher]
     clock = SimpleNamespace(monotonic=loop.time)
+    blocking = SimpleNamespace(
+        Condition=partial(VirtualCondition, threads),
+        Event=partial(VirtualEvent, threads),
+        Thread=partial(BlockingThread, threads),
+    )
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
@@ -70,6 +80,9 @@ def _quiet(loop: VirtualLoop) -> Iterator[None]:
         patch.setattr(grpc.aio, "server", Listener)
         for module in modules:
             patch.setattr(module, "time", clock)
+        for module in (mailbox, stream):
+            patch.setattr(module, "threading", blocking)
+        patch.setattr(stream, "SimpleQueue", partial(VirtualQueue, threads))
         yield
 
 
@@ -77,19 +90,20 @@ def run_schedule(
     seed: int,
     sequences: int = 200,
     kinds: tuple[str, ...] = FAULTS,
-    draft_ahead: int | None = None,
+    served: bool = False,
     cells: int | None = None,
 ) -> ScheduleResult:
-    """Raises ScheduleError."""
+    """`served` and `cells` as for `make_plan`. Raises ScheduleError."""
     rng = random.Random(seed)
-    return run_plan(make_plan(rng, seed, sequences, kinds, draft_ahead, cells), rng)
+    return run_plan(make_plan(rng, seed, sequences, kinds, served, cells), rng)
 
 
 def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
     """`rng` as `make_plan` has left it. Raises ScheduleError."""
     loop = VirtualLoop()
-    with _quiet(loop):
-        world = World(loop, plan, rng)
+    threads = Threads(loop)
+    with _quiet(loop, threads):
+        world = World(loop, threads, plan, rng)
 
         def loop_error(_loop: object, context: dict[str, Any]) -> None:
             if "owner" in context and (context["owner"] is None or context["owner"].alive):
@@ -113,7 +127,8 @@ def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
         sum(len(call.tokens) for call in world.calls),
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
-        world.ahead_rows,
+        world.verified,
+        world.served,
     )
 
 

@@ -47,8 +47,9 @@ class SimulatedScheduler:
     def _start(self) -> None:
         world, security = self.world, self.process
         epochs = EpochAuthority(self.cell.register)
+        self.watched = WatchedCore(world, self)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(service, "SchedulerCore", lambda _config: WatchedCore(world, self))
+            patch.setattr(service, "SchedulerCore", lambda _config: self.watched)
             self.service = SchedulerService(
                 world.plan.config,
                 scheduler_epoch=result_of(epochs.claim()),

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps from one timer to the next, and threads that only pretend to take time.
+"""An asyncio event loop whose clock jumps from one timer to the next.
 
 Nothing waits for anything real, so the same program with the same random numbers takes the same course every time.
 """
@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +17,10 @@ T = TypeVar("T")
 
 class TaskOwner(Protocol):
     def adopt(self, task: asyncio.Task[Any]) -> None: ...
+
+
+class Executor(Protocol):
+    def submit(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]: ...
 
 
 OWNER: contextvars.ContextVar[TaskOwner | None] = contextvars.ContextVar("OWNER", default=None)
@@ -140,84 +144,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             owner.adopt(task)
         return task
 
-    def run_in_executor(self, executor: VirtualThread, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: Executor, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return executor.submit(call, *args)
-
-
-class VirtualThread:
-    """Runs one call after the other, each for as long as `seconds_of` its arguments says: for the last of these, or
-    until the first of them after another call has come.
-
-    A call that is cancelled before its turn is skipped; a running one is not interrupted otherwise. `clock` is the time
-    as the thread sees it: during a call, that of the call's end.
-    """
-
-    def __init__(self, loop: VirtualLoop, seconds_of: Callable[..., Sequence[float]]) -> None:
-        self._loop = loop
-        self._seconds_of = seconds_of
-        self._waiting: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._busy = False
-        self._stopped = False
-        self._began: float | None = None
-        self._ends: list[float] = []
-        self._plans = 0
-        self._running: tuple[float, asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
-
-    def clock(self) -> float:
-        return self._loop.now if self._began is None else self._began
-
-    def computed(self) -> None:
-        """The call that runs has done its work: from here on the clock shows its end."""
-        self._began = None
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        future = self._loop.create_future()
-        self._waiting.append((future, call, args))
-        if not self._busy:
-            self._next()
-        elif len(self._ends) > 1:
-            self._end_at([end for end in self._ends if end >= self._loop.now][:1])
-        return future
-
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        self._waiting.clear()
-        self._stopped = True
-
-    def _next(self) -> None:
-        while self._waiting:
-            future, call, args = self._waiting.popleft()
-            if not future.cancelled():
-                self._busy = True
-                began = self._loop.now
-                ends = [began + seconds for seconds in self._seconds_of(*args)]
-                self._running = (began, future, call, args)
-                self._end_at(ends[:1] if self._waiting else ends)
-                return
-        self._busy = False
-
-    def _end_at(self, ends: list[float]) -> None:
-        """The running call ends at the last of these."""
-        self._ends = ends
-        self._plans += 1
-        self._loop.post(ends[-1], self._finish, self._plans)
-
-    def _finish(self, plan: int) -> None:
-        if self._stopped or plan != self._plans:
-            return
-        began, future, call, args = self._running
-        self._ends = []
-        self._began = began
-        try:
-            result = call(*args)
-        except Exception as error:
-            if not future.cancelled():
-                future.set_exception(error)
-        else:
-            if not future.cancelled():
-                future.set_result(result)
-        finally:
-            self._began = None
-        self._next()
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:

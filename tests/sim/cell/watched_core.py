@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Command,
+    DraftGrant,
     EmitTokens,
     Event,
     RefusalCause,
@@ -21,6 +22,8 @@ from scheduler.messages import (
     SequenceState,
     SequenceSubmitted,
     StepCompleted,
+    WorkerDrained,
+    WorkerDraining,
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
     from tests.sim.cell.world import World
 
 _SLACK = 1e-3
+
+_MOST_SECONDS_WITHOUT_PROGRESS = 0.5
+"""Of a target that has sequences, while only draft workers are struck. A step takes 0.05 s at most, without waits."""
+
+_MOST_WAIT_SECONDS = 0.25
+"""Of steps that take 0.05 s at most: as long as a few of them."""
 
 # The core's records are compared every so many events, since that visits all of them.
 _CHECK_EVERY = 61
@@ -50,22 +59,34 @@ class WatchedCore(SchedulerCore):
         self._idle_since: dict[str, float] = {}
         self._begun: set[int] = set()
         self._preemptions = 0
+        self._draining: set[str] = set()
+        self._grants: dict[str, DraftGrant | None] = {}
+        """Of the step that was sent last to each target."""
+        self._progress: dict[str, float] = {}
+        """When a target last began to have sequences, or answered with tokens."""
         self._bound = 0.0
         """The longest that a sequence was ever to wait voluntarily: it changes with the seconds of steps."""
 
     def apply(self, event: Event, now: float) -> list[Command]:
         match event:
             case WorkerLost():
-                self._workers.pop(event.worker_id, None)
-                if not self._world.may_lose_workers:
-                    self._fail(f"lost {event.worker_id} unprovoked")
+                lost = self._workers.pop(event.worker_id, None)
+                if lost is not None and not self._world.may_lose_workers(lost.role):
+                    self._fail(f"lost {event.worker_id} unprovoked: {event.reason}")
+                self._draining.discard(event.worker_id)
+                self._grants.pop(event.worker_id, None)
+                self._progress.pop(event.worker_id, None)
             case WorkerJoined():
                 self._workers[event.worker.worker_id] = event.worker
                 self._unanswered[event.worker.worker_id] = 0
                 self._idle_since[event.worker.worker_id] = now
+            case WorkerDraining():
+                self._draining.add(event.worker_id)
             case StepCompleted() if event.worker_id in self._workers:
                 self._unanswered[event.worker_id] -= 1
                 self._idle_since[event.worker_id] = now
+                if event.results:
+                    self._progress[event.worker_id] = now
             case SequenceSubmitted():
                 request = event.request
                 self._requests[request.sequence_id] = request
@@ -96,6 +117,9 @@ class WatchedCore(SchedulerCore):
         for command in commands:
             if isinstance(command, SendStep):
                 self._check_step(command, now)
+                self._check_grant(command)
+            elif isinstance(command, WorkerDrained):
+                self._check_drained(command.worker_id)
         bounds = [self.wait_bound(name) for name, spec in self._workers.items() if spec.role is Role.TARGET]
         self._bound = max(self._bound, *bounds, 0.0)
         self._check_turns()
@@ -111,22 +135,57 @@ class WatchedCore(SchedulerCore):
         waited = 0.0 if step.group is None else step.group.seconds_waited
         idle = now - self._idle_since[step.worker_id] if self._unanswered[step.worker_id] == 1 else 0.0
         broken = {
+            "may wait for a draft worker too long": step.wait_seconds > _MOST_WAIT_SECONDS,
             "has more tokens than the worker takes": spec.max_num_batched_tokens
-            < sum(row.end - row.kv_len + len(row.draft_tokens) + _foreseen(row) for row in step.rows),
+            < sum((1 if row.follows else row.end - row.kv_len) + row.verify for row in step.rows),
             "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
             "is one too many in flight": self._unanswered[step.worker_id] > config.steps_in_flight,
             "drafts beyond max_tokens": any(
-                self._lengths[row.sequence_id] + _drafted(row) >= len(request.prompt) + request.max_tokens
+                self._lengths[row.sequence_id] + _foreseen(row) >= len(request.prompt) + request.max_tokens
                 for row in step.rows
                 for request in [self._requests[row.sequence_id]]
-                if row.draft_tokens or row.draft_length
+                if row.sample and (row.verify or row.draft_length)
             ),
+            "goes to a draft worker": spec.role is Role.DRAFT,
             "has another row than that of a suspect": len(step.rows) > 1 and self.has_suspect(step.worker_id),
             "is overdue": step.group is not None and min(waited, idle) > self._bound + _SLACK,
         }
         for rule, is_broken in broken.items():
             if is_broken:
                 self._fail(f"sends {step.worker_id} step {step.step_id}, which {rule}")
+
+    def _check_grant(self, step: SendStep) -> None:
+        """A target that proposes nothing itself has a draft worker where there is one."""
+        drafts = {name for name, spec in self._workers.items() if spec.role is Role.DRAFT}
+        grant, before = step.grant, self._grants.get(step.worker_id)
+        self._grants[step.worker_id] = grant
+        what = f"sends {step.worker_id} step {step.step_id} with {grant}"
+        if grant is None:
+            if drafts - self._draining and not self._workers[step.worker_id].own_draft_id:
+                self._fail(f"{what}, drafts are {sorted(drafts - self._draining)}")
+        elif grant.draft_id not in drafts - self._draining:
+            self._fail(f"{what}, drafts are {sorted(drafts - self._draining)}")
+        elif before is not None and before != grant and before.number >= grant.number:
+            self._fail(f"{what}, after {before}")
+
+    def _check_drained(self, worker_id: str) -> None:
+        """Nobody that has something to do uses the draft worker any more."""
+        snapshot = self.snapshot()
+        for target in snapshot.workers:
+            grant = self._grants.get(target.worker_id)
+            if target.steps_in_flight and grant is not None and grant.draft_id == worker_id:
+                self._fail(f"lets {worker_id} go, which serves {target.worker_id}")
+
+    def check_progress(self, now: float) -> None:
+        """Of each target that has something to do."""
+        for target in self.snapshot().workers:
+            name = target.worker_id
+            if target.role is Role.TARGET and not target.sequences:
+                self._progress.pop(name, None)
+            elif target.role is Role.TARGET and name not in self._draining:
+                since = self._progress.setdefault(name, now)
+                if now - since > _MOST_SECONDS_WITHOUT_PROGRESS:
+                    self._fail(f"has heard nothing from {name} for {now - since:.3f} s, and it has sequences")
 
     def _check_turns(self, newcomer: int | None = None) -> None:
         """Of sequences of one key, whoever has begun comes first by priority and age among those that have not. Those
@@ -174,12 +233,5 @@ class WatchedCore(SchedulerCore):
 
 
 def _foreseen(row: Row) -> int:
-    """Tokens that a row which follows may verify: those that the row before it proposes."""
-    return row.before.draft_length if row.follows and row.before is not None else 0
-
-
-def _drafted(row: Row) -> int:
-    """Tokens of a proposal that the row brings or asks for; a target's head proposes after a token of the target's."""
-    if row.sample and row.draft_length:
-        return max(len(row.draft_tokens), 1 + row.draft_length)
-    return len(row.draft_tokens) + row.draft_length
+    """Tokens behind the committed ones where all that the row verifies, or has proposed, is right."""
+    return max(row.follows + row.verify, 1 + row.draft_length if row.draft_length else 0)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
+from scheduler.messages import Role
 from tests.sim.audit.auditor import Auditor
-from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, Faults
+from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, HARMLESS_TO_TARGETS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
-from tests.sim.cell.plan import POISON, Plan, WorkerPlan
+from tests.sim.cell.plan import DRAFT_FAULTS, DRAFT_POISON, POISON, Fault, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.scheduler import CellSchedulers, SimulatedScheduler
+from tests.sim.cell.virtual_threads import Threads
 from tests.sim.cell.virtual_time import VirtualLoop
-from tests.sim.cell.worker import SimulatedWorker
+from tests.sim.cell.worker import SimulatedDraft, SimulatedTarget, SimulatedWorker
 
 MOST_SECONDS = 30.0
 """Virtual seconds within which everything must have ended once nothing goes wrong any more."""
@@ -27,18 +30,21 @@ follows a sequence by its number, which is another one in each cell."""
 
 
 class World:
-    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random) -> None:
+    def __init__(self, loop: VirtualLoop, threads: Threads, plan: Plan, rng: random.Random) -> None:
         self.loop = loop
         self.plan = plan
         self.rng = rng
         self.faults = Faults(self)
-        self.network = Network(loop, rng, plan.latency)
+        self.network = Network(loop, threads, rng, plan.latency)
         self.auditor: Auditor | None = None
         if AUDIT_EVERY and plan.cells == 1 and plan.seed % AUDIT_EVERY == 0:
             self.auditor = self.network.tap = Auditor(loop.time, self.fail)
         self.calls: list[ClientCall] = []
         self.reused = 0
-        self.ahead_rows = 0
+        self.verified = 0
+        """Proposed tokens that targets have verified."""
+        self.served = 0
+        """Of these, those that draft workers had proposed."""
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
@@ -69,16 +75,20 @@ class World:
         """Whether nothing has happened yet to schedulers and connections."""
         return not self.faults.struck.keys() & DISTURBING
 
+    def may_lose_workers(self, role: Role) -> bool:
+        """Whether something has happened that can break the link of a worker of that role."""
+        return bool(self.faults.struck.keys() - (HARMLESS_TO_TARGETS if role is Role.TARGET else HARMLESS_TO_LINKS))
+
     @property
-    def may_lose_workers(self) -> bool:
-        """Whether something has happened that can break a worker's link."""
-        return bool(self.faults.struck.keys() - HARMLESS_TO_LINKS)
+    def targets_are_well(self) -> bool:
+        """Whether nothing has happened yet but to draft workers."""
+        return not self.faults.struck.keys() - {*DRAFT_FAULTS, DRAFT_POISON}
 
     def may_lose(self, prompt: tuple[int, ...]) -> bool:
         """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
         there."""
         return prompt in self.faults.poisons.prompts or bool(
-            self.faults.struck.keys() - HARMLESS_TO_LINKS - {POISON, "reset", "worker leaves"}
+            self.faults.struck.keys() - HARMLESS_TO_TARGETS - {POISON, "reset", "worker leaves"}
         )
 
     @property
@@ -100,6 +110,7 @@ class World:
         for fault in plan.faults:
             loop.call_at(fault.time, self.faults.strike, fault)
         loop.call_at(plan.horizon, self.faults.mend)
+        watching = loop.create_task(self._watch_progress())
         await asyncio.wait(
             [self._failed, self._all_ended], timeout=plan.horizon + MOST_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
@@ -107,6 +118,15 @@ class World:
             open_ones = [call.plan.number for call in self.calls if call.outcome is None]
             self.fail(f"requests {open_ones[:20]} have not ended")
         await self._settle()
+        watching.cancel()
+
+    async def _watch_progress(self) -> None:
+        """Whatever becomes of drafts, targets go on."""
+        while self.targets_are_well:
+            for scheduler in self.current:
+                if scheduler.process.alive:
+                    scheduler.watched.check_progress(self.loop.now)
+            await asyncio.sleep(0.05)
 
     async def _settle(self) -> None:
         limit = max(self.loop.now, self.plan.horizon) + MOST_IDLE_SECONDS
@@ -140,6 +160,7 @@ class World:
         processes = self.network.processes
         for process in processes:
             process.kill()
+        self.network.threads.end()
         for _ in range(20):
             if not any(process.busy for process in processes):
                 return
@@ -162,7 +183,15 @@ class World:
     def start_worker(self, plan: WorkerPlan) -> None:
         self._worker_epochs += 1
         self.note("worker starts", plan.worker_id)
-        self.workers[plan.worker_id] = SimulatedWorker(self, plan, self._worker_epochs)
+        kind = SimulatedTarget if plan.role is Role.TARGET else SimulatedDraft
+        self.workers[plan.worker_id] = kind(self, plan, self._worker_epochs)
+
+    def add_draft(self, cell: CellSchedulers, fault: Fault) -> None:
+        """One more draft worker in a cell that has some."""
+        drafts = [worker.plan for worker in self.workers.values() if worker.plan.role is Role.DRAFT]
+        drafts = [plan for plan in drafts if plan.cell == cell.number]
+        if drafts:
+            self.start_worker(replace(drafts[0], worker_id=f"{drafts[0].worker_id}.{len(self.workers)}"))
 
     def others(self) -> list[Process]:
         """All but schedulers."""
@@ -172,7 +201,6 @@ class World:
         if worker.process.alive:
             self.note("worker dies", worker.plan.worker_id)
             worker.process.kill()
-            worker.thread.shutdown()
             self.loop.call_later(seconds, self.start_worker, worker.plan)
 
     def crash_cell(self, cell: CellSchedulers, seconds: float) -> None:

@@ -30,6 +30,8 @@ Serializer = Callable[[Any], bytes]
 Deserializer = Callable[[bytes], Any]
 UNNOTICED = (0.001, 0.05, 0.5)
 """Seconds that a client may take to notice that a connection is gone."""
+MISCHIEF = {"Steps": ("twice", "late"), "Propose": ("twice", "late", "lost", "stale")}
+"""What may happen to messages of streams, beyond what gRPC allows. A `stale` one comes once more after later ones."""
 _READY_SECONDS = 0.1
 """After which a call that waits for its server tries again."""
 
@@ -113,7 +115,7 @@ class ServerContext:
         raise _AbortedError(code, details)
 
     async def send_initial_metadata(self, _metadata: Any) -> None:
-        return
+        self._call.admit()
 
     async def write(self, message: Any) -> None:
         self._call.reply(message)
@@ -170,8 +172,9 @@ class Call:
         self.deadline = None if timeout is None else network.loop.now + timeout
         self._serialize, self._deserialize = serialize, deserialize
         self._served: Any = None
-        self._steps = method.endswith("/Steps")
-        self._moves_kv = method.endswith("/ExportKv")
+        kind = method.rpartition("/")[2]
+        self._kind = kind if kind in MISCHIEF else ""
+        self._damaged = kind in ("ExportKv", "Propose")
         self._network = network
         self._loop = network.loop
         self._replies = _Inbox(self._loop)
@@ -180,6 +183,7 @@ class Call:
         self._handler: asyncio.Task[None] | None = None
         self._last_up = self._last_down = 0.0
         self._ended = False
+        self._admitted: asyncio.Future[None] = self._loop.create_future()
         self._expiry = None if timeout is None else self._loop.call_later(timeout, self._expire)
         listener = network.listeners.get(address)
         self._far_name = listener.process.name if listener is not None else address
@@ -199,6 +203,13 @@ class Call:
         return other in (self.client, self.server)
 
     # The client's end.
+
+    def silence(self) -> float:
+        """Seconds until an answer comes to a ping that the client sends now, as the connection is."""
+        network = self._network
+        there = network.arrival(self.client, self._far_name)
+        back = network.delay(self._far_name, self.client.name)
+        return there + back - self._loop.now
 
     def _begins(self) -> bool:
         if self.client.alive:
@@ -225,17 +236,26 @@ class Call:
             self._network.tap.read(self, True, reply)
         return reply
 
-    def cancel(self) -> None:
+    @property
+    def active(self) -> bool:
+        return not self._ended
+
+    async def admission(self) -> None:
+        """Waits for the server's first sign, or the end."""
+        await asyncio.shield(self._admitted)
+
+    def cancel(self, error: grpc.aio.AioRpcError | None = None) -> None:
+        """The client reads no more, or this error."""
         if not self._ended and self.client.alive:
             self._up(self._stop_handler)
-        self._finish(None)
+        self._finish(error)
 
     async def _send(self, requests: AsyncIterator[Any]) -> None:
         try:
             async for request in requests:
                 if self.client.alive:
                     self._network.tap.wrote(self, True, request)
-                self._up(self._requests.put, self._network.carry(request, self._serialize), disturbed=self._steps)
+                self._up(self._requests.put, self._network.carry(request, self._serialize), disturbed=True)
         finally:
             await requests.aclose()  # type: ignore[attr-defined]
         self._up(self._requests.put, _End())
@@ -255,6 +275,7 @@ class Call:
             self._expiry.cancel()
         if self._pump is not None and self.client.alive:
             self._pump.cancel()
+        self._take_admission()
         self._replies.put(_End(error))
 
     # The server's end.
@@ -315,11 +336,19 @@ class Call:
     def reply(self, message: Any) -> None:
         if self.server is not None and self.server.alive:
             self._network.tap.wrote(self, False, message)
-        sent = self._network.damage(message) if self._moves_kv else message
-        self._down(self._take, self._network.carry(sent, self._served.response_serializer), disturbed=self._steps)
+        sent = self._network.damage(message) if self._damaged else message
+        self._down(self._take, self._network.carry(sent, self._served.response_serializer), disturbed=True)
+
+    def admit(self) -> None:
+        self._down(self._take_admission)
+
+    def _take_admission(self) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(None)
 
     def _take(self, raw: bytes) -> None:
         if not self._ended:
+            self._take_admission()
             self._replies.put(raw)
 
     def _end(self, end: _End) -> None:
@@ -359,10 +388,12 @@ class Call:
             action(*args)
 
     def _post(self, at: float, disturbed: bool, *call: Any) -> bool:
-        """Returns whether it arrives in its turn. A message of a disturbed stream may be late or come twice."""
-        kind = self._network.mischief(self.client.name, self._far_name) if disturbed else ""
-        if kind:
-            self._loop.post(at + 0.05 * self._network.rng.random(), *call)
-        if kind != "late":
+        """Returns whether it arrives in its turn. A message of a disturbed stream may be late, lost or come again."""
+        kind = self._network.mischief(self._kind, self.client.name, self._far_name) if disturbed and self._kind else ""
+        if kind and kind != "lost":
+            late = 0.5 if kind == "stale" else 0.05
+            self._loop.post(at + late * self._network.rng.random(), *call)
+        in_turn = kind not in ("late", "lost")
+        if in_turn:
             self._loop.post(at, *call)
-        return kind != "late"
+        return in_turn

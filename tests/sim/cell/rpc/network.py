@@ -13,9 +13,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from protos import worker_pb2
+from protos import draft_pb2, worker_pb2
 from tests.sim.cell.process import Process
-from tests.sim.cell.rpc.calls import UNNOTICED
+from tests.sim.cell.rpc.calls import MISCHIEF, UNNOTICED
+from tests.sim.cell.virtual_threads import Threads
 from tests.sim.cell.virtual_time import VirtualLoop, result_of
 
 _MOST_TRUNCATED = 6
@@ -79,8 +80,9 @@ class Tap:
 class Network:
     """Who listens where, and how long messages take. `latency` is the longest of an undisturbed one, in seconds."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float) -> None:
+    def __init__(self, loop: VirtualLoop, threads: Threads, rng: random.Random, latency: float) -> None:
         self.loop = loop
+        self.threads = threads
         self.rng = rng
         self.listeners: dict[str, Listener] = {}
         self.processes: list[Process] = []
@@ -88,10 +90,13 @@ class Network:
         self.meddled = 0
         self.tap: Any = Tap()
         self._latency = latency
-        self._blocked: dict[frozenset[str], float] = {}
-        self._slow: dict[frozenset[str], tuple[float, float]] = {}
-        self._meddling: dict[str, Meddling] = {}
+        # By the names of who sends and who receives.
+        self._blocked: dict[tuple[str, str], float] = {}
+        self._slow: dict[tuple[str, str], tuple[float, float]] = {}
+        # By the kind of stream and the name of one of its ends.
+        self._meddling: dict[tuple[str, str], Meddling] = {}
         self._damaging: Meddling | None = None
+        self._corrupting: Meddling | None = None
         self._truncating: Meddling | None = None
         self._truncated = 0
 
@@ -99,26 +104,35 @@ class Network:
 
     def block(self, one: str, other: str, seconds: float) -> None:
         """Nothing sent between the two arrives before the time is over."""
-        self._blocked[frozenset((one, other))] = self.loop.now + seconds
+        for sender, receiver in ((one, other), (other, one)):
+            self.block_one_way(sender, receiver, seconds)
+
+    def block_one_way(self, sender: str, receiver: str, seconds: float) -> None:
+        """Nothing that the one sends to the other arrives before the time is over; the other way is open."""
+        self._blocked[sender, receiver] = self.loop.now + seconds
 
     def slow_down(self, one: str, other: str, seconds: float, delay: float) -> None:
         """What is sent between the two within `seconds` takes up to `delay` longer; later messages may overtake it."""
-        self._slow[frozenset((one, other))] = (self.loop.now + seconds, delay)
+        self._slow[one, other] = self._slow[other, one] = (self.loop.now + seconds, delay)
 
-    def meddle(self, name: str, seconds: float, chance: float) -> None:
-        """With step streams of the process named."""
-        self._meddling[name] = Meddling(self.loop.now + seconds, chance)
+    def meddle(self, stream: str, name: str, seconds: float, chance: float) -> None:
+        """With streams of this kind, a key of `MISCHIEF`, of the process named."""
+        self._meddling[stream, name] = Meddling(self.loop.now + seconds, chance)
 
     def damage_kv(self, seconds: float, chance: float) -> None:
         """Of pages of KV on their way between workers."""
         self._damaging = Meddling(self.loop.now + seconds, chance)
+
+    def corrupt_proposals(self, seconds: float, chance: float) -> None:
+        """On their way from draft workers."""
+        self._corrupting = Meddling(self.loop.now + seconds, chance)
 
     def truncate(self, seconds: float, chance: float) -> None:
         """Any message."""
         self._truncating = Meddling(self.loop.now + seconds, chance)
 
     def heal(self) -> None:
-        self._damaging = self._truncating = None
+        self._damaging = self._corrupting = self._truncating = None
         self._blocked.clear()
         self._slow.clear()
         self._meddling.clear()
@@ -135,14 +149,17 @@ class Network:
 
     def arrival(self, sender: Process, receiver_name: str) -> float:
         """When what is sent now arrives, if nothing sent before is still on the way."""
-        at = self.loop.now + self.rng.random() * self._latency
+        return self.loop.now + self.delay(sender.name, receiver_name)
+
+    def delay(self, sender_name: str, receiver_name: str) -> float:
+        delay = self.rng.random() * self._latency
         if self._blocked or self._slow:
-            pair = frozenset((sender.name, receiver_name))
+            pair = (sender_name, receiver_name)
             slow = self._slow.get(pair)
             if slow is not None and self.loop.now < slow[0]:
-                at += self.rng.random() * slow[1]
-            at = max(at, self._blocked.get(pair, 0.0))
-        return at
+                delay += self.rng.random() * slow[1]
+            delay = max(delay, self._blocked.get(pair, 0.0) - self.loop.now)
+        return delay
 
     def carry(self, message: Message, serialize: Callable[[Any], bytes]) -> bytes:
         """What arrives of a message that is sent now: most often all of it."""
@@ -154,11 +171,15 @@ class Network:
         self._truncated += 1
         return _unreadable(type(message), raw, self.rng.random())
 
-    def damage(self, part: worker_pb2.KvPart) -> worker_pb2.KvPart:
-        """What arrives of a part of KV that is being moved: most often the part itself."""
-        damaging = self._damaging
+    def damage(self, message: Any) -> Any:
+        """What arrives of a part of KV that is being moved, or of proposals: most often the message itself."""
+        part = isinstance(message, worker_pb2.KvPart)
+        damaging = self._damaging if part else self._corrupting
         if damaging is None or self.loop.now > damaging.until or self.rng.random() > damaging.chance:
-            return part
+            return message
+        return self._damaged_kv(message) if part else corrupted(message, self.rng)
+
+    def _damaged_kv(self, part: worker_pb2.KvPart) -> worker_pb2.KvPart:
         if not part.HasField("page"):
             return worker_pb2.KvPart(header=worker_pb2.KvHeader(model_id="another"))
         data = bytearray(part.page.data)
@@ -166,15 +187,37 @@ class Network:
         page = worker_pb2.KvPage(index=part.page.index, data=bytes(data), checksum=part.page.checksum)
         return worker_pb2.KvPart(page=page)
 
-    def mischief(self, one: str, other: str) -> str:
-        """What happens to a message of a step stream between the two: "", "twice" or "late"."""
+    def mischief(self, stream: str, one: str, other: str) -> str:
+        """What happens to a message of such a stream between the two: one of `MISCHIEF`, or ""."""
         if not self._meddling:
             return ""
-        meddling = self._meddling.get(one) or self._meddling.get(other)
+        meddling = self._meddling.get((stream, one)) or self._meddling.get((stream, other))
         if meddling is None or self.loop.now > meddling.until or self.rng.random() > meddling.chance:
             return ""
         self.meddled += 1
-        return self.rng.choice(("twice", "late"))
+        return self.rng.choice(MISCHIEF[stream])
+
+
+def corrupted(proposals: draft_pb2.Proposals, rng: random.Random) -> draft_pb2.Proposals:
+    """Changed in one place: another column of another length, or a number that is wrong, most often without a sign."""
+    changed = draft_pb2.Proposals()
+    changed.CopyFrom(proposals)
+    columns = [changed.sequence_ids, changed.digests, changed.counts, changed.tokens]
+    column: Any = columns[rng.randrange(len(columns))]
+    if not column:
+        changed.counts.append(rng.randrange(3))
+        return changed
+    place = rng.randrange(len(column))
+    match rng.choice(("drop", "twice", "other", "other", "beyond")):
+        case "drop":
+            del column[place]
+        case "twice":
+            column.append(column[place])
+        case "other":
+            column[place] ^= 1 << rng.randrange(6)
+        case "beyond":
+            column[place] ^= 1 << rng.randrange(31)
+    return changed
 
 
 def _unreadable(kind: type[Message], raw: bytes, place: float) -> bytes:
