@@ -1,8 +1,8 @@
 """Decides how many tokens each sequence drafts in a round: the number with the highest goodput, often none.
 
 After TurboSpec (arXiv 2406.14066, section 4): costs of steps and acceptance are learnt online, and after every cycle a
-target gets the length with the most expected tokens per second (goodput.py). A target pays for proposals as part of
-its steps, whoever makes them: so one law of costs is learnt for all.
+target gets the length with the most expected tokens per second (goodput.py). A target pays for its proposals in its
+own time, whoever makes them: so one law of what they cost is learnt, be it of a head or of waits for a draft worker.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class Controller:
 
     # --- what is learnt -----------------------------------------------------------------------------------------------
 
-    def step(self, target: TargetWorker, work: Work, verified: int, seconds: float) -> None:
-        """A step took `seconds`, in which so many proposed tokens were verified; its rounds are observed next."""
+    def step(self, target: TargetWorker, work: Work, verified: int, seconds: float, drafting_seconds: float) -> None:
+        """A step took `seconds`, in which so many proposed tokens were verified, and `drafting_seconds` went by for
+        proposals; its rounds are observed next."""
         figures, decoded = target.figures, work.decoded + verified
         if decoded or work.fed:
-            figures.cost.observe(seconds, 1.0, decoded + work.fed, decoded, work.kv, work.longest, work.proposed)
+            figures.cost.observe(seconds, 1.0, decoded + work.fed, decoded, work.kv)
+        if work.proposed:
+            figures.drafting_cost.observe(drafting_seconds, work.longest, work.proposed)
         if not decoded:
             return
         figures.step.observe(seconds)
@@ -131,7 +134,7 @@ class Controller:
 
     def law(self, target: TargetWorker) -> tuple[float, float]:
         """Seconds of a step: by itself, and for each token with the KV read for it."""
-        base, token, verified, kv, _, _ = target.figures.cost.coefficients
+        base, token, verified, kv = target.figures.cost.coefficients
         return base, token + verified + kv * target.figures.kv_share
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
@@ -140,7 +143,8 @@ class Controller:
         if model is None or not sequences:
             figures.choice = None
             return
-        base, token, verified, kv, of_pass, of_token = figures.cost.coefficients
+        base, token, verified, kv = figures.cost.coefficients
+        of_pass, of_token = figures.drafting_cost.coefficients
         count = figures.decided_for
         cycle = Cycle(
             count=count,

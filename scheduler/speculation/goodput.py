@@ -32,10 +32,10 @@ class TargetFigures:
     """What was learnt of one target and of whoever proposes for it, and decided for it.
 
     `acceptance` is that of the draft, head or lookup that proposes; None: nobody does. `cost` is that of a step by
-    (1, batched tokens, those of them to decode or verify, tokens of KV that are read, tokens that the row with most
-    may verify, tokens that all may verify): the last two are what proposing costs the target, waits included. `step`
-    is the time of a step that decodes, by which `wait_bound` counts. The last one read `kv_share` tokens of KV for
-    each token to decode or verify. `in_time` is the share of proposals that were there when they were asked for.
+    (1, batched tokens, those of them to decode or verify, tokens of KV that are read). What it costs the target to get
+    its proposals, waits included, is `drafting_cost`, by (tokens of the longest, tokens of all). `step` is the time of
+    a step that decodes, by which `wait_bound` counts. The last one read `kv_share` tokens of KV for each token to
+    decode or verify. `in_time` is the share of proposals that were there when they were asked for.
 
     In a `plain_step`, no sequence drafts. The sequence `prober` drafts a token in `probes_left` more rounds, even where
     the others decode plainly.
@@ -43,7 +43,8 @@ class TargetFigures:
 
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
         self.acceptance = acceptance
-        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3, TOKEN_SHARE, TOKEN_SHARE**2))
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3))
+        self.drafting_cost = LinearCost((1.0, TOKEN_SHARE))
         self.step = MeanSeconds(initial_step_seconds)
         self.kv_share = 0.0
         self.in_time = 1.0

@@ -57,7 +57,8 @@ class Rounds:
             # Nor did a chunk that was sent before an answer told that the worker has KV of its tokens.
             if not row.abandoned and (known := target.kv[row.sequence_id].valid - row.kv_len) > 0:
                 work.leave_out(min(known, len(row.tokens)))
-        self._controller.step(target, work, verified, event.seconds)
+        drafting_seconds = event.drafting_seconds
+        self._controller.step(target, work, verified, event.seconds - drafting_seconds, drafting_seconds)
 
     def _count_group(self) -> None:
         shapes, counters = self._shapes, self._counters

@@ -113,6 +113,7 @@ class Driver:
         instead: Answer | None = None,
         seconds: float = 0.05,
         report: DraftingReport | None = None,
+        drafting_seconds: float = 0.0,
     ) -> list[Command]:
         """The worker's oldest step is done; `instead` may answer a row in the worker's place. `report`: on its draft,
         where one serves it; by default, what it verified was there in time."""
@@ -124,7 +125,7 @@ class Driver:
         if report is None and step.grant is not None:
             asked = sum(row.verify > 0 for row in step.rows)
             report = DraftingReport(True, asked, asked)
-        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds, report))
+        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds, report, drafting_seconds))
 
     def settle(self, *worker_ids: str, max_steps: int = 1000) -> None:
         """Answers all steps, worker by worker in turn, until none is left; without names, all moves of KV as well."""

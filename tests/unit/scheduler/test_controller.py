@@ -1,4 +1,4 @@
-"""What is drafted and prepared where the costs of steps are known exactly, and so what is best."""
+"""What is drafted where the costs of steps are known exactly, and so what is best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from scheduler.config import Policy
-from scheduler.messages import Role, Row, SendStep
+from scheduler.messages import DraftingReport, Role, SendStep
 from tests.unit.scheduler.driver import Driver, of_type
 
 LONGEST = 6
@@ -17,82 +17,122 @@ LONGEST = 6
 
 @dataclass(frozen=True)
 class Law:
-    """Seconds of steps, and of what is in them."""
+    """Seconds of a target's steps: by themselves, and for each token. Proposals take `of_pass` for each token of the
+    longest: a target that proposes itself spends that time, and a draft worker lets its target wait for so long."""
 
     base: float
     row: float
     of_pass: float
-    of_token: float
 
-    def seconds(self, step: SendStep) -> float:
-        tokens = sum(len(row.tokens) + row.follows + len(row.draft_tokens) for row in step.rows)
-        passes = max((row.draft_length for row in step.rows), default=0)
-        if step.worker_id == "target":
-            return self.base + self.row * tokens + self.of_pass * passes
-        drafted = sum(row.draft_length * max(row.outcomes, 1) for row in step.rows)
-        return self.of_pass * max(passes, 1) + self.of_token * max(drafted, 1)
+    def computing(self, step: SendStep, served: bool) -> float:
+        tokens = sum(row.end - row.kv_len + served * row.verify for row in step.rows)
+        return self.base + self.row * tokens
+
+    def proposing(self, step: SendStep) -> float:
+        return self.of_pass * max((row.verify for row in step.rows), default=0)
 
 
-def rows_at_last(law: Law, guesses: Mapping[str, float], sequences: int, **config: object) -> dict[str, list[Row]]:
-    """Of each worker in the last 100 of 1000 steps in virtual time. `guesses` says how often each draft is right, or
-    the head of the target."""
+def run(law: Law, guesses: Mapping[str, float], draft: bool, sequences: int, **config: object) -> Driver:
+    """A thousand steps in virtual time. `guesses` says of each target how often what is proposed to it is right: by a
+    head of its own, or by a draft worker that serves no other."""
     driver = Driver(**{"policy": Policy.AUTO, "wait_bound_steps": 1.5, "draft_length": LONGEST, **config})
-    for name, guess in {"target": 0.0, **guesses}.items():
-        role, head = (Role.TARGET, "head" if name in guesses else "") if name == "target" else (Role.DRAFT, "")
-        driver.join(name, role, pages=100_000, max_length=100_000, packed=4096, guess=guess, head=head)
+    for name, guess in guesses.items():
+        if draft:
+            driver.join(f"draft of {name}", Role.DRAFT)
+        driver.join(name, pages=100_000, max_length=100_000, packed=4096, guess=guess, head="" if draft else name)
     for sequence_id in range(sequences):
         driver.submit(sequence_id, prompt_length=8, max_tokens=50_000)
-    ends: list[tuple[float, str, float]] = []
+    ends: list[tuple[float, str, float, float]] = []
     for _ in range(1000):
-        busy = {name for _, name, _ in ends}
+        busy = {name for _, name, _, _ in ends}
         for name, queued in driver.steps.items():
             if queued and name not in busy:
-                seconds = law.seconds(queued[0])
-                heapq.heappush(ends, (driver.now + seconds, name, seconds))
+                heapq.heappush(ends, begin(driver, law, name))
         deadline = driver.core.next_deadline()
         if deadline is not None and (not ends or deadline < ends[0][0]):
             driver.now = deadline
             driver.plan()
             continue
-        driver.now, name, seconds = heapq.heappop(ends)
-        driver.answer(name, seconds=seconds)
-    found: dict[str, list[Row]] = {name: [] for name in driver.workers}
-    for step in of_type(driver.log, SendStep)[-100:]:
-        found[step.worker_id] += step.rows
-    return found
+        driver.now, name, seconds, drafting_seconds = heapq.heappop(ends)
+        report = None
+        if driver.steps[name][0].grant is not None:
+            asked = sum(row.verify > 0 for row in driver.steps[name][0].rows)
+            report = DraftingReport(True, asked, asked if driver.workers[name].served else 0)
+        driver.answer(name, seconds=seconds, report=report, drafting_seconds=drafting_seconds)
+    return driver
 
 
-def test_each_draft_model_has_its_own_acceptance_and_its_own_length() -> None:
-    rows = rows_at_last(Law(0.010, 0.003, 0.0008, 0.0001), {"good": 0.97, "poor": 0.05}, 8, batch_size=16)
-    lengths = [row.draft_length for row in rows["good"]]
-    assert len(lengths) > 50
-    assert min(lengths) >= 2
-    assert len(rows["poor"]) <= 5, "probes go on"
+def begin(driver: Driver, law: Law, name: str) -> tuple[float, str, float, float]:
+    """When the target's next step ends, the target, how long the step takes, and how much of that for proposals."""
+    step = driver.steps[name][0]
+    proposing, served = law.proposing(step), True
+    if step.grant is not None and proposing > step.wait_seconds:
+        proposing, served = step.wait_seconds, False
+    driver.workers[name].served = served
+    seconds = law.computing(step, served) + proposing
+    return driver.now + seconds, name, seconds, proposing
 
 
-@pytest.mark.parametrize("shared_device", [False, True])
-def test_a_draft_that_takes_the_targets_time_must_gain_more(shared_device: bool) -> None:
-    """Two batches take turns: 11 ms of a target and 8 ms of a draft for 1.6 tokens, beside each other or one by one."""
-    law = Law(0.010, 0.0002, 0.008, 0.0002)
-    rows = rows_at_last(law, {"draft": 0.6}, 8, batch_size=4, shared_device=shared_device)
-    assert (len(rows["draft"]) > 50) is not shared_device
+def verified_at_last(driver: Driver, name: str) -> float:
+    """Tokens that a row of the target may verify, on average over its last 100 steps."""
+    steps = [step for step in of_type(driver.log, SendStep) if step.worker_id == name][-100:]
+    rows = [row for step in steps for row in step.rows]
+    return sum(row.verify for row in rows) / len(rows)
 
 
-@pytest.mark.parametrize(("verification", "length"), [(0.0019, None), (0.0044, 1), (0.0104, 4), (0.1, LONGEST)])
-def test_proposals_are_prepared_as_long_as_a_verification_leaves_time_for(
-    verification: float, length: int | None
-) -> None:
-    """Passes of 1 ms, and outcomes that cost as much again."""
-    law = Law(verification - 1e-5, 1e-5, 0.001, 0.00001)
-    rows = rows_at_last(law, {"draft": 0.9}, 1, policy=Policy.RAGGED, draft_ahead=1000)
-    found = {row.draft_length for row in rows["draft"] if row.outcomes}
-    assert found == (set() if length is None else {length})
-
-
+@pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize(("guess", "of_pass", "pays"), [(0.9, 0.002, True), (0.0, 0.002, False), (0.9, 0.02, False)])
-def test_a_head_is_asked_only_where_it_is_right_and_costs_less_than_it_saves(
-    guess: float, of_pass: float, pays: bool
+def test_proposals_are_asked_for_only_where_they_save_more_than_they_cost(
+    guess: float, of_pass: float, pays: bool, draft: bool
 ) -> None:
-    rows = rows_at_last(Law(0.010, 0.0, of_pass, 0.0), {"target": guess}, 2)["target"]
-    asked = sum(row.draft_length for row in rows) / len(rows)
+    driver = run(Law(0.010, 0.0, of_pass), {"target": guess}, draft, 2)
+    asked = verified_at_last(driver, "target")
     assert asked > 2.5 if pays else asked < 0.1  # probes go on
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_each_draft_model_has_its_own_acceptance_and_its_own_length(draft: bool) -> None:
+    driver = run(Law(0.010, 0.003, 0.0008), {"good": 0.97, "poor": 0.05}, draft, 8, batch_size=16)
+    assert verified_at_last(driver, "good") > 1.9
+    assert verified_at_last(driver, "poor") < 0.1
+
+
+def test_no_step_waits_for_longer_than_its_proposals_may_gain() -> None:
+    """A draft that stops answering when it was worth the most: 7 tokens in the time of one."""
+    driver = run(Law(0.010, 0.0, 0.0), {"target": 1.0}, True, 1)
+    assert verified_at_last(driver, "target") > LONGEST - 0.5
+    waits = [step.wait_seconds for step in of_type(driver.log, SendStep)][-100:]
+    assert max(waits) <= 0.010 * LONGEST * 1.01
+    driver.workers["target"].served = False
+    lost = 0.0
+    for _ in range(300):
+        step = driver.steps["target"][0]
+        lost += step.wait_seconds
+        asked = sum(row.verify > 0 for row in step.rows)
+        late = DraftingReport(True, asked, 0)
+        driver.answer("target", None, 0.010 + step.wait_seconds, late, drafting_seconds=step.wait_seconds)
+    # Soon nothing is asked of it but probes. (A real target waits in ever fewer of these steps.)
+    assert verified_at_last(driver, "target") < 0.1
+    assert lost < 100 * 0.010 * LONGEST
+    driver.workers["target"].served = True
+    for _ in range(300):
+        driver.answer("target", seconds=0.010)
+    assert verified_at_last(driver, "target") > LONGEST - 1
+
+
+@pytest.mark.parametrize("policy", [Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC])
+def test_where_lengths_are_given_a_step_waits_for_as_long_as_sequences_may(policy: Policy) -> None:
+    driver = Driver(policy=policy, draft_length=2, wait_bound_steps=3.0)
+    driver.join("target")
+    driver.join("draft", Role.DRAFT)
+    driver.submit(1, max_tokens=100)
+    for _ in range(20):
+        driver.answer("target", seconds=0.02)
+    step = driver.steps["target"][0]
+    assert step.rows[0].verify == 2
+    assert step.wait_seconds == pytest.approx(0.06, rel=0.1)
+
+
+def test_who_proposes_in_the_target_itself_is_not_waited_for() -> None:
+    driver = run(Law(0.010, 0.0, 0.001), {"target": 0.9}, False, 2)
+    assert not any(step.wait_seconds for step in of_type(driver.log, SendStep))
