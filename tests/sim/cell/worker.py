@@ -14,7 +14,7 @@ from protos import worker_pb2
 from services.worker.drafting.remote import RemoteProposer
 from services.worker.drafting.server import DraftServer
 from services.worker.drafting.stream import StreamOptions
-from services.worker.executor import TargetStepExecutor
+from services.worker.executor import StepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import VOCABULARY, AnyRow, PagedModel
@@ -148,7 +148,7 @@ class SimulatedTarget(SimulatedWorker):
         else:
             draft = remote = RemoteProposer(VOCABULARY, self.process, STREAM_OPTIONS)  # type: ignore[arg-type]
 
-        class Watched(TargetStepExecutor):
+        class Watched(StepExecutor):
             def execute(
                 self, request: worker_pb2.StepRequest, arrived: float, computing: Computing
             ) -> worker_pb2.StepReply:
