@@ -356,9 +356,6 @@ class StepExecutor:
         )
 
 
-TargetStepExecutor = StepExecutor
-
-
 def _verify_row(prepared: PreparedRow) -> VerifyRow:
     sequence = prepared.sequence
     return VerifyRow(
