@@ -1,14 +1,15 @@
 """How much of a GPU's speed is left once the scheduler, gRPC and the workers' own Python have had their part.
 
     python -m bench.control_plane --batch 1 8 64 256
-    python -m bench.control_plane --batch 1 8 64 --drafting workers
-    python -m bench.control_plane --batch 1 8 64 --drafting targets
+    python -m bench.control_plane --batch 1 8 64 --drafting all
 
-Real processes and real gRPC: a scheduler, one target, one draft with `--drafting workers`, and this process as the
-gateway. With `--drafting targets`, the target drafts itself, on its own device.
+Real processes and real gRPC: a scheduler, one target, one draft worker with `--drafting workers`, and this process as
+the gateway. With `--drafting targets`, the same draft is inside the target, on its device. `all` measures plain
+decoding, draft workers and drafts inside in turns, five times, and compares the medians.
 Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
-on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time: only the
-passes take any. The figures are JSON, on one line.
+on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time, where only
+the passes take any; a draft worker takes turns with its target there, as all sequences are in one step. The figures are
+JSON, on one line.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
+from statistics import median
 from typing import Any
 
 from bench.control_plane.scheduler import run_scheduler
 from bench.control_plane.worker import MAX_LENGTH
 from bench.core_speed import Load, Pace, measure
+from bench.record import describe_machine
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
@@ -35,8 +38,12 @@ from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.scheduler_client.remote import SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
 
+NOWHERE, WORKERS, TARGETS = "nowhere", "workers", "targets"
+PLACES = (NOWHERE, WORKERS, TARGETS)
+
 _PROMPT = (7,) * 32
 _IDEAL_ROUNDS = 400
+_TURNS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,8 @@ def load_of(batch: int, drafting: str, agreement: float) -> Load:
         window=batch,
         batch_size=batch,
         policy="auto",
-        drafts=int(drafting == "workers"),
-        heads=int(drafting == "targets"),
+        drafts=0,
+        heads=int(drafting != NOWHERE),
         acceptance=agreement,
         longest_output=MAX_LENGTH // 2,
         warm_up=_IDEAL_ROUNDS,
@@ -72,12 +79,12 @@ def load_of(batch: int, drafting: str, agreement: float) -> Load:
 
 
 @asynccontextmanager
-async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient, Any]]:
+async def running(load: Load, pace: Pace, drafting: str) -> AsyncIterator[tuple[SchedulerClient, Any]]:
     """The gateway's client, and the connection to the scheduler's process."""
     security = ChannelSecurity(token=random_token())
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
-    settings["own_draft_id"] = "head" if load.heads else ""
-    roles = [Role.TARGET] * load.targets + [Role.DRAFT] * load.drafts
+    settings["inside"] = drafting == TARGETS
+    roles = [Role.TARGET, *([Role.DRAFT] if drafting == WORKERS else [])]
     launches = [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
     context = get_context("spawn")
     ours, theirs = context.Pipe()
@@ -100,7 +107,7 @@ async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient
             process.join()
 
 
-async def served(load: Load, pace: Pace, seconds: float) -> tuple[float, Any, Any, float]:
+async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple[float, Any, Any, float]:
     """Tokens a second, the figures of the scheduler's process before and after, and the seconds between."""
     counts = [0] * load.batch_size
 
@@ -108,7 +115,7 @@ async def served(load: Load, pace: Pace, seconds: float) -> tuple[float, Any, An
         async for emission in stream:
             counts[index] += len(emission.tokens)
 
-    async with running(load, pace) as (client, scheduler):
+    async with running(load, pace, drafting) as (client, scheduler):
         request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
         streams = await asyncio.gather(*(client.submit(request) for _ in counts))
         readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
@@ -128,7 +135,7 @@ async def served(load: Load, pace: Pace, seconds: float) -> tuple[float, Any, An
 def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
-    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, seconds))
+    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, drafting, seconds))
     return Figures(
         batch=load.batch_size,
         drafting=drafting,
@@ -142,17 +149,40 @@ def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
     )
 
 
+def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any]:
+    """The figures of each place with the median of the tokens a second, and what these are to each other."""
+    found: dict[str, list[Figures]] = {place: [] for place in PLACES}
+    for _ in range(_TURNS):
+        for place in PLACES:
+            found[place].append(compare(load_of(batch, place, asked.agreement), pace, asked.seconds, place))
+    rates = {place: median(one.tokens_per_second for one in figures) for place, figures in found.items()}
+    rows = [
+        asdict(replace(found[place][-1], tokens_per_second=rate, share=rate / found[place][-1].ideal))
+        | {"turns_tokens_per_second": [one.tokens_per_second for one in found[place]]}
+        for place, rate in rates.items()
+    ]
+    ratios = {
+        "workers_to_targets": rates[WORKERS] / rates[TARGETS],
+        "workers_to_plain": rates[WORKERS] / rates[NOWHERE],
+        "targets_to_plain": rates[TARGETS] / rates[NOWHERE],
+    }
+    return {"batch": batch, **ratios, "rows": rows}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
-    places = ("nowhere", "workers", "targets")
-    parser.add_argument("--drafting", choices=places, default="nowhere", help="where the draft runs (default nowhere)")
+    parser.add_argument("--drafting", choices=(*PLACES, "all"), default=NOWHERE, help="where the draft runs (nowhere)")
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, after as long a warm-up")
     asked, pace = parser.parse_args(), Pace()
-    loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
-    rows = [asdict(compare(load, pace, asked.seconds, asked.drafting)) for load in loads]
-    print(json.dumps({"pace": asdict(pace), "agreement": asked.agreement, "rows": rows}))
+    if asked.drafting == "all":
+        rows = [in_turns(batch, asked, pace) for batch in asked.batch]
+    else:
+        loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
+        rows = [asdict(compare(load, pace, asked.seconds, asked.drafting)) for load in loads]
+    common = {"processor": describe_machine()["processor"], "pace": asdict(pace), "agreement": asked.agreement}
+    print(json.dumps(common | {"rows": rows}))
     return 0
 
 

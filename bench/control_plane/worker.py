@@ -6,26 +6,26 @@ import sys
 import time
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 from bench.core_speed import Pace
 from engine.description import EngineDescription
+from engine.drafting.inside_target import InsideDrafting
+from engine.drafting.model_drafting import ModelDrafting
+from engine.drafting.proposer import Proposers
 from engine.kv.pages import PagePool
-from engine.steps import (
-    AheadProposal,
-    AheadRow,
-    Awaited,
-    Computing,
-    EngineTimings,
-    ProposeRow,
-    RowOutcome,
-    StepOutcome,
-    VerifyRow,
-    no_callback,
-)
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import Role
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from services.worker.process import Progress, WorkerArguments, parse_arguments, run_worker
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.executor import StepExecutor
+from services.worker.process import (
+    Progress,
+    Serve,
+    WorkerArguments,
+    parse_arguments,
+    run_worker,
+    serving,
+    serving_draft,
+)
 
 MAX_LENGTH = 16384
 _PAGE_SIZE = 16
@@ -63,8 +63,7 @@ class PacedTarget(PacedEngine):
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
         computing()
         began = time.perf_counter()
-        pairs = ((len(row.tokens) + len(row.draft_tokens), row.draft_length) for row in rows)
-        seconds = self._pace.seconds(Role.TARGET, pairs)
+        seconds = self._pace.seconds(Role.TARGET, ((len(row.tokens) + len(row.draft_tokens), 0) for row in rows))
         outcomes = [self._outcome(row) for row in rows]
         _wait_until(began + seconds)
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
@@ -74,10 +73,7 @@ class PacedTarget(PacedEngine):
         while accepted < len(row.draft_tokens) and self._random.random() < self._agreement:
             accepted += 1
         self.pool.append(row.table, len(row.tokens) + accepted)
-        outcome = RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
-        if row.draft_length:
-            outcome.ahead.append(AheadProposal(accepted, _TOKEN, [_TOKEN] * row.draft_length))
-        return outcome
+        return RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
 
 
 class PacedDraft(PacedEngine):
@@ -91,9 +87,6 @@ class PacedDraft(PacedEngine):
         outcomes = [RowOutcome([_TOKEN] * row.draft_length) for row in rows]
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
 
-    def prepare(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome:
-        raise NotImplementedError("the benchmark asks for no drafting ahead")
-
 
 def _wait_until(end: float) -> None:
     left = end - time.perf_counter() - _OVERSLEPT_SECONDS
@@ -103,12 +96,18 @@ def _wait_until(end: float) -> None:
         time.sleep(0)
 
 
-def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
-    pace = Pace(**arguments.settings["pace"])
-    given = pace, arguments.settings["agreement"], arguments.settings["batch"]
-    if arguments.role is Role.TARGET:
-        return TargetStepExecutor(PacedTarget(*given, arguments.settings["own_draft_id"]))
-    return DraftStepExecutor(PacedDraft(*given))
+def load(arguments: WorkerArguments, progress: Progress) -> Serve:
+    """A target drafts by itself with `inside`; otherwise a draft worker may serve it."""
+    settings = arguments.settings
+    given = Pace(**settings["pace"]), settings["agreement"], settings["batch"]
+    if arguments.role is Role.DRAFT:
+        return serving_draft(PacedDraft(*given), prefix_cache=False)
+    if settings["inside"]:
+        own = InsideDrafting(ModelDrafting(PacedDraft(*given), prefix_cache=False))
+        return serving(StepExecutor(PacedTarget(*given, "paced"), proposer=Proposers(draft=own)))
+    target = PacedTarget(*given)
+    remote = RemoteProposer(target.description.vocabulary_size, arguments.security)
+    return serving(StepExecutor(target, proposer=Proposers(draft=remote), remote=remote))
 
 
 if __name__ == "__main__":
