@@ -1,8 +1,8 @@
 """How fast the scheduler core decides, with simulated workers, in JSON.
 
-A *row decision* is one row of a draft or target step: planned into the step, and its answer applied. Workers answer in
-virtual time; only the processor time of `SchedulerCore.handle` is measured. A sequence that ends is replaced by a new
-one at once. The default policy drafts in every round; `--policy auto` may find that drafting does not pay.
+A *row decision* is one row of a step: planned into the step, and its answer applied. Workers answer in virtual time;
+only the processor time of `SchedulerCore.handle` is measured. A sequence that ends is replaced by a new one at once.
+The default policy drafts in every round; `--policy auto` may find that drafting does not pay.
 
     python -m bench.record core_speed -- python -m bench.core_speed
 """
@@ -15,18 +15,18 @@ import json
 import sys
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
+    DraftingReport,
     EmitTokens,
     Event,
     FailSequence,
     FinishSequence,
-    Outcome,
     RefuseSequence,
     Role,
     Row,
@@ -56,15 +56,14 @@ class Pace:
     draft_row: float = 0.0
 
     def seconds(self, role: Role, rows: Iterable[tuple[int, int]]) -> float:
-        """Of a step whose rows have so many tokens to feed, and propose so many: with a draft that is on the target's
-        device where a target does."""
+        """Of a step whose rows have so many tokens to feed, and propose so many: a draft takes a pass for each token of
+        the longest proposal."""
         pairs = list(rows)
         if not pairs:
             return 0.0
         packed, passes = sum(tokens for tokens, _ in pairs), max(proposed for _, proposed in pairs)
         if role is Role.TARGET:
-            drafting = self.draft_pass * passes + self.draft_row * packed if passes else 0.0
-            return self.target_step + self.target_row * packed + drafting
+            return self.target_step + self.target_row * packed
         return self.draft_pass * max(1, passes) + self.draft_row * packed
 
 
@@ -76,8 +75,8 @@ _PROMPT_LENGTHS = (16, 40, 90, 200)
 @dataclass(frozen=True)
 class Load:
     """What the core is given. `acceptance` is the chance of every draft token, given those before it. Without `drafts`
-    every round is plain, unless with `heads` (1) the targets propose themselves. The window is full once the core has
-    decided `warm_up` rounds of each of its sequences."""
+    every round is plain, unless with `heads` (1) the targets propose themselves, in their own time. The window is full
+    once the core has decided `warm_up` rounds of each of its sequences."""
 
     pool: int = 10_000
     window: int = 512
@@ -104,11 +103,10 @@ class Load:
 
 @dataclass(frozen=True)
 class CoreSpeed:
-    """What was measured, after a warm-up that filled the window. `target_rows` and `draft_rows` are the row decisions
-    made; the workers took `virtual_seconds` for them. Other times are processor seconds of `handle` calls."""
+    """What was measured, after a warm-up that filled the window. `rows` are the row decisions made; the workers took
+    `virtual_seconds` for them. Other times are processor seconds of `handle` calls."""
 
-    target_rows: int
-    draft_rows: int
+    rows: int
     emitted_tokens: int
     virtual_seconds: float
     rows_per_second: float
@@ -116,41 +114,54 @@ class CoreSpeed:
     handle_seconds_p99: float
 
 
-class CountingWorker:
-    """Answers rows without looking at their tokens."""
+class CountingTarget:
+    """Answers rows without looking at their tokens. `drafts` says of each draft worker until when it is busy."""
 
-    def __init__(self, spec: WorkerSpec, acceptance: float, pace: Pace) -> None:
+    def __init__(self, spec: WorkerSpec, acceptance: float, pace: Pace, drafts: dict[str, float]) -> None:
         self.spec = spec
         self._acceptance = int(acceptance * 1024)
         self._pace = pace
+        self._drafts = drafts
         self.steps: deque[SendStep] = deque()
-        self._next: dict[int, tuple[int, int]] = {}
-        """For the rows that follow: where they end, and how many tokens they verify."""
+        self._ends: dict[int, int] = {}
+        """Where the rows that follow end."""
+        self._proposed_at: dict[int, float] = {}
+        """When the draft worker has proposed for a sequence."""
 
-    def seconds(self, step: SendStep) -> float:
-        rows = [(row.end - row.kv_len + self._fed(row)[1], row.draft_length) for row in step.rows]
-        return self._pace.seconds(self.spec.role, rows)
+    def answer(self, step: SendStep, now: float) -> StepCompleted:
+        """To a step that begins now. Proposals that come later than the step may wait for them are not there."""
+        asked = [row for row in step.rows if row.verify]
+        drafting, report, late = 0.0, None, set[int]()
+        if step.grant is not None:
+            times = {row.sequence_id: self._proposed_at.get(row.sequence_id, now) for row in asked}
+            drafting = min(max(0.0, max(times.values(), default=now) - now), step.wait_seconds)
+            late = {number for number, at in times.items() if at > now + drafting}
+            report = DraftingReport(True, len(asked), len(asked) - len(late))
+        elif asked:
+            drafting = self._pace.seconds(Role.DRAFT, ((1, row.verify) for row in step.rows))
+        results = tuple(self._answer(row, 0 if row.sequence_id in late else row.verify) for row in step.rows)
+        fed = ((row.end - row.kv_len + result.verified, 0) for row, result in zip(step.rows, results, strict=True))
+        seconds = self._pace.seconds(Role.TARGET, fed) + drafting
+        wanted = [row for row in step.rows if row.draft_length]
+        if step.grant is not None and wanted:
+            begins = max(now + seconds, self._drafts[step.grant.draft_id])
+            ends = begins + self._pace.seconds(Role.DRAFT, ((2, row.draft_length) for row in wanted))
+            self._drafts[step.grant.draft_id] = ends
+            self._proposed_at.update(dict.fromkeys((row.sequence_id for row in wanted), ends))
+        return StepCompleted(step.worker_id, step.step_id, results, seconds, report, drafting)
 
-    def _fed(self, row: Row) -> tuple[int, int]:
-        return self._next[row.sequence_id] if row.follows else (row.end, len(row.draft_tokens))
-
-    def answer(self, row: Row) -> RowResult:
-        fed, drafted = self._fed(row)
-        if self.spec.role is Role.DRAFT:
-            ahead = max(row.draft_length - 1, 0)
-            return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
+    def _answer(self, row: Row, verified: int) -> RowResult:
+        fed = self._ends[row.sequence_id] if row.follows else row.end
         if not row.sample:
             return RowResult(row.sequence_id, RowStatus.OK, fed, 0)
         accepted = 0
-        for place in range(drafted):
+        for place in range(verified):
             if _mixed(row.sequence_id, fed + place) & 1023 >= self._acceptance:
                 break
             accepted += 1
-        self._next[row.sequence_id] = fed + accepted + 1, row.draft_length
-        result = RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, (7,) * (accepted + 1), accepted)
-        if row.draft_length:
-            result.outcomes = (Outcome(accepted, 7, (7,) * row.draft_length),)
-        return result
+        self._ends[row.sequence_id] = fed + accepted + 1
+        tokens = (7,) * (accepted + 1)
+        return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted, verified=verified)
 
 
 class _Run:
@@ -161,9 +172,10 @@ class _Run:
         self._load = load
         self._pace = pace
         self._latency = latency
-        self._workers: dict[str, CountingWorker] = {}
+        self._targets: dict[str, CountingTarget] = {}
+        self._drafts: dict[str, float] = {}
         self._now = 0.0
-        self._due: list[tuple[float, int, CountingWorker, StepCompleted]] = []
+        self._due: list[tuple[float, int, CountingTarget, StepCompleted]] = []
         self._submitted = 0
         self._clear()
         for role, count in ((Role.TARGET, load.targets), (Role.DRAFT, load.drafts)):
@@ -179,15 +191,14 @@ class _Run:
         self._clear()
 
     def measure(self) -> CoreSpeed:
-        while self.rows["target"] + self.rows["draft"] < self._load.rows:
+        while self._rows < self._load.rows:
             self._next()
         ordered = sorted(self._seconds)
         return CoreSpeed(
-            target_rows=self.rows["target"],
-            draft_rows=self.rows["draft"],
+            rows=self._rows,
             emitted_tokens=self._emitted_tokens,
             virtual_seconds=self._now - self._began,
-            rows_per_second=self.rows.total() / sum(ordered),
+            rows_per_second=self._rows / sum(ordered),
             handle_seconds_p50=ordered[len(ordered) // 2],
             handle_seconds_p99=ordered[len(ordered) * 99 // 100],
         )
@@ -195,11 +206,13 @@ class _Run:
     def _clear(self) -> None:
         self._began = self._now
         self._seconds = array("d")
-        self.rows: Counter[str] = Counter()
-        self._rounds = self._emitted_tokens = 0
+        self._rows = self._rounds = self._emitted_tokens = 0
 
     def _join(self, spec: WorkerSpec) -> None:
-        self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance, self._pace)
+        if spec.role is Role.TARGET:
+            self._targets[spec.worker_id] = CountingTarget(spec, self._load.acceptance, self._pace, self._drafts)
+        else:
+            self._drafts[spec.worker_id] = 0.0
         self._handle(WorkerJoined(spec))
 
     def _submit(self) -> None:
@@ -215,10 +228,10 @@ class _Run:
             self._now = deadline
             self._handle()
             return
-        self._now, _, worker, answer = heapq.heappop(self._due)
-        worker.steps.popleft()
-        if worker.steps:
-            self._start(worker)
+        self._now, _, target, answer = heapq.heappop(self._due)
+        target.steps.popleft()
+        if target.steps:
+            self._start(target)
         self._handle(answer)
 
     def _handle(self, *events: Event) -> None:
@@ -229,11 +242,11 @@ class _Run:
         for command in commands:
             match command:
                 case SendStep():
-                    worker = self._workers[command.worker_id]
-                    self.rows[worker.spec.role.value] += len(command.rows)
-                    worker.steps.append(command)
-                    if len(worker.steps) == 1:
-                        self._start(worker)
+                    target = self._targets[command.worker_id]
+                    self._rows += len(command.rows)
+                    target.steps.append(command)
+                    if len(target.steps) == 1:
+                        self._start(target)
                 case EmitTokens():
                     self._rounds += 1
                     self._emitted_tokens += len(command.tokens)
@@ -244,11 +257,10 @@ class _Run:
         for _ in range(ended):
             self._submit()
 
-    def _start(self, worker: CountingWorker) -> None:
-        step = worker.steps[0]
-        seconds = worker.seconds(step)
-        answer = StepCompleted(step.worker_id, step.step_id, tuple(map(worker.answer, step.rows)), seconds)
-        heapq.heappush(self._due, (self._now + seconds + self._latency, step.step_id, worker, answer))
+    def _start(self, target: CountingTarget) -> None:
+        answer = target.answer(target.steps[0], self._now)
+        due = self._now + answer.seconds + self._latency
+        heapq.heappush(self._due, (due, answer.step_id, target, answer))
 
 
 def _mixed(number: int, salt: int) -> int:
