@@ -376,21 +376,15 @@ def _verify_row(prepared: PreparedRow) -> VerifyRow:
 
 
 def _result(prepared: PreparedRow, outcome: RowOutcome, verified: int) -> RowResult:
-    """Of a row that was computed."""
-    sequence = prepared.sequence
-    return RowResult(
-        sequence.sequence_id,
-        RowStatus.OK,
-        sequence.table.length,
-        sequence.digest,
-        tuple(outcome.tokens),
-        outcome.accepted,
-        tuple(outcome.logits_digests),
-        tuple(outcome.logprobs),
-        reused=prepared.reused,
-        prompt_logprobs=tuple(outcome.prompt_logprobs),
-        verified=verified,
-    )
+    """Of a row that was computed. Nobody needs the digest of one that has sampled."""
+    sequence, tokens = prepared.sequence, tuple(outcome.tokens)
+    digest = 0 if tokens else sequence.digest
+    result = RowResult(sequence.sequence_id, RowStatus.OK, sequence.table.length, digest, tokens, outcome.accepted)
+    result.verified, result.reused = verified, prepared.reused
+    if outcome.logits_digests or outcome.logprobs or outcome.prompt_logprobs:
+        result.logits_digests, result.logprobs = tuple(outcome.logits_digests), tuple(outcome.logprobs)
+        result.prompt_logprobs = tuple(outcome.prompt_logprobs)
+    return result
 
 
 def _rejection(sequence_id: int, rejected: RowRejectedError) -> RowResult:

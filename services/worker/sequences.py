@@ -200,7 +200,8 @@ class WorkerSequences:
         """
         sequence.sampled = sampled
         sequence.fed = len(sequence.history)
-        sequence.tokens.extend(accepted)
+        if accepted:
+            sequence.tokens.extend(accepted)
         known, length = len(sequence.history), sequence.table.length
         if known != length:
             self.stop_sharing(sequence)
