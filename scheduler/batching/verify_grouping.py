@@ -7,7 +7,6 @@ the oldest IDLE sequence is due (see TargetWorker.due), the oldest sequences go,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import assert_never
 
@@ -15,24 +14,12 @@ from scheduler.config import Policy
 from scheduler.state.workers import Sequence
 
 
-@dataclass(slots=True)
-class GroupingView:
-    """What a policy may look at: the target's IDLE sequences, oldest first.
-
-    `verifying` counts those in steps not answered yet. `may_wait` is false if the step is sent in any case, for a
-    prefill.
-    """
-
-    idle: Mapping[int, Sequence]
-    verifying: int
-    batch_size: int
-    now: float
-    may_wait: bool
-
-
-def pick(policy: Policy, view: GroupingView) -> tuple[list[Sequence], bool]:
+def pick(
+    policy: Policy, idle: Mapping[int, Sequence], batch_size: int, now: float, verifying: int, may_wait: bool
+) -> tuple[list[Sequence], bool]:
     """The sequences to verify, oldest first, and whether the wait bound left no choice. No sequences: wait, or none is
-    idle.
+    idle. `verifying` counts the target's others, in steps not answered yet. `may_wait` is false if the step is sent in
+    any case, for a prefill.
 
     RAGGED picks the oldest sequences, whatever their lengths: best where batches need no padding. EQSPEC has one cohort
     of sequences per target, and picks it once all of them are idle.
@@ -43,26 +30,26 @@ def pick(policy: Policy, view: GroupingView) -> tuple[list[Sequence], bool]:
     AUTO picks all sequences while they fit in one step, else the oldest ones. While they fit, they wait for those in
     the running step, else the target would take two steps in each cycle from then on.
     """
-    if not view.idle:
+    if not idle:
         return [], False
-    group, waits = list(islice(view.idle.values(), view.batch_size)), False
+    group, waits = list(islice(idle.values(), batch_size)), False
     if policy is Policy.RAGGED:
         return group, False
-    if view.now >= group[0].due:
+    if now >= group[0].due:
         return group, True
     if policy is Policy.EQSPEC:
-        waits = view.verifying > 0
+        waits = verifying > 0
     elif policy is Policy.AUTO:
-        fit_one_step = len(view.idle) + view.verifying <= view.batch_size
-        waits = fit_one_step and view.may_wait and view.verifying > 0
+        fit_one_step = len(idle) + verifying <= batch_size
+        waits = fit_one_step and may_wait and verifying > 0
     elif policy is Policy.EXSPEC:
         equals: dict[tuple[int, int], list[Sequence]] = {}
-        for sequence in view.idle.values():
+        for sequence in idle.values():
             equals.setdefault((sequence.length, sequence.verify), []).append(sequence)
         # A group of more than a batch is no better than a full batch; of equally large ones, the one with the oldest.
-        largest = max(equals.values(), key=lambda equal: min(len(equal), view.batch_size))
-        if len(largest) >= min(2, view.batch_size):
-            group = largest[: view.batch_size]
+        largest = max(equals.values(), key=lambda equal: min(len(equal), batch_size))
+        if len(largest) >= min(2, batch_size):
+            group = largest[:batch_size]
     else:
         assert_never(policy)
     return ([], False) if waits else (group, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from scheduler.batching.verify_grouping import GroupingView, pick
+from scheduler.batching.verify_grouping import pick
 from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
 from scheduler.state.worker_records import KvEntry, Work
 from scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
@@ -18,6 +18,7 @@ class TargetPlanner:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._config = lifecycle.config
         self._lifecycle = lifecycle
+        self._controller = lifecycle.controller
 
     def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do.
@@ -64,9 +65,7 @@ class TargetPlanner:
         if not (available or target.prefilling or followers):
             return None
         verifying = 0 if followers else target.verifying  # whoever does not follow ends
-        picked, forced = pick(
-            self._config.policy, GroupingView(available, verifying, batch_size, now, may_wait=not can_prefill)
-        )
+        picked, forced = pick(self._config.policy, available, batch_size, now, verifying, may_wait=not can_prefill)
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
         kept = min(target.chunk, room // 2) if target.prefilling else 0
@@ -130,7 +129,7 @@ class TargetPlanner:
             short = length + verify > entry.room
             if short and not self._make_room(target, sequence, entry, length + verify):
                 continue
-            draft_length = self._lifecycle.to_propose(sequence)
+            draft_length = self._controller.to_propose(sequence)
             row = target.make_row(sequence, entry, entry.valid, length, verify, draft_length, True)
             rows.append(row)
             work.add(verify, row.kv_len)
@@ -152,7 +151,7 @@ class TargetPlanner:
             if most > room or end > target.spec.max_sequence_length:
                 continue
             if target.reserve(target.kv[sequence_id], end):
-                draft_length = self._lifecycle.to_propose(sequence)
+                draft_length = self._controller.to_propose(sequence)
                 digest = sequence.tokens.digests[length]
                 row = Row(sequence_id, length, digest, (), length + 1, verify, draft_length, True, before)
                 row.follows = True
@@ -178,7 +177,7 @@ class TargetPlanner:
                 budget -= end - start
                 work.fed += end - start
                 samples = end == sequence.length
-                propose = self._lifecycle.to_propose if samples else self._lifecycle.to_expect
+                propose = self._controller.to_propose if samples else self._controller.to_expect
                 row = target.make_row(sequence, entry, start, end, 0, propose(sequence), samples)
                 work.kv += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)

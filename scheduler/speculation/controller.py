@@ -74,9 +74,9 @@ class Controller:
         figures.plain_step = figures.length > 0 and figures.steps % _PROBE_EVERY == 0
         if figures.steps % _PROBE_EVERY == _PROBE_EVERY // 2 and not figures.length:
             prober = None if figures.prober is None else target.sequences.get(figures.prober)
-            if prober is None or not _follows_choice(prober):
-                # The shortest: a draft worker has the least to read.
-                able = (one for one in target.sequences.values() if _follows_choice(one))
+            if prober is None or not self._drafts(prober):
+                # A draft worker has the least to read of the shortest.
+                able = filter(self._drafts, target.sequences.values())
                 shortest = min(able, key=lambda one: one.length, default=None)
                 figures.prober = None if shortest is None else shortest.sequence_id
             figures.probes_left = _PROBE_ROUNDS
@@ -119,18 +119,52 @@ class Controller:
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 
-    def for_round(self, target: TargetWorker, sequence: Sequence) -> int:
-        """Tokens to draft for the sequence's next round; for AUTO alone."""
+    def longest(self, sequence: Sequence) -> int:
+        """Tokens that may be verified in the sequence's next round: 0 where nobody proposes any."""
+        request, target = sequence.request, sequence.target
+        if sequence.suspected:
+            return 0
+        length = self._config.draft_length if request.draft_length is None else request.draft_length
+        if length >= (rest := sequence.end - sequence.length):
+            length = rest - 1
+        if target is None:
+            return length
+        if (sequence.drafting_refused or target.figures.acceptance is None) and not request.expected_output:
+            return 0
+        return length if length < target.longest_draft else target.longest_draft
+
+    def to_propose(self, sequence: Sequence) -> int:
+        """Tokens to propose with the sequence's next row, which samples, for the round after it."""
+        length, target = self.longest(sequence), sequence.target
+        if length >= (rest := sequence.end - sequence.length - 1):
+            length = rest - 1
+        if length <= 0:
+            return 0
+        if target is None or not self._chooses(sequence):
+            return length
         figures = target.figures
         if figures.plain_step:
             return 0
-        choice = figures.choice
-        length = 1 if choice is None else choice.length
-        if not length and figures.probes_left and sequence.sequence_id == figures.prober:
+        chosen = figures.length
+        if not chosen and figures.probes_left and sequence.sequence_id == figures.prober:
             figures.probes_left -= 1
             self._counters.probes += 1
             return 1
-        return length
+        return chosen if chosen < length else length
+
+    def to_expect(self, sequence: Sequence) -> int:
+        """What `to_propose` will say once the prompt is computed, most likely: where nothing, a draft need not read it."""
+        length, target = self.longest(sequence), sequence.target
+        return length if target is None or not self._chooses(sequence) else min(length, target.figures.length)
+
+    def _chooses(self, sequence: Sequence) -> bool:
+        """Whether the sequence drafts as many tokens as pay, not as many as it may."""
+        request = sequence.request
+        return self._auto and request.draft_length is None and not request.expected_output
+
+    def _drafts(self, sequence: Sequence) -> bool:
+        """Whether the sequence would draft if that paid."""
+        return self._chooses(sequence) and self.longest(sequence) > 0
 
     def law(self, target: TargetWorker) -> tuple[float, float]:
         """Seconds of a step: by itself, and for each token with the KV read for it."""
@@ -155,12 +189,5 @@ class Controller:
             of_pass=of_pass,
             of_token=of_token,
         )
-        share = fmean(_follows_choice(one) for one in sequences)
+        share = fmean(map(self._drafts, sequences))
         figures.choice = choose(cycle, model.chances, share, figures.in_time, figures.choice)
-
-
-def _follows_choice(sequence: Sequence) -> bool:
-    """Whether the controller decides how many tokens the sequence drafts."""
-    request = sequence.request
-    fixed = request.draft_length is not None or request.expected_output
-    return not (fixed or sequence.drafting_refused or sequence.suspected)

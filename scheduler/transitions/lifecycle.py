@@ -51,7 +51,6 @@ class Lifecycle:
         self.controller = Controller(config, self.fleet, self.counters)
         self.commands: list[Command] = []
         self.emit = self.commands.append
-        self._auto = config.policy is Policy.AUTO
         self._free = config.policy in (Policy.AUTO, Policy.RAGGED)
         """Whether rows of any lengths are verified together."""
         self._moves: dict[int, KvMove] = {}
@@ -71,7 +70,7 @@ class Lifecycle:
         target = sequence.target
         if target is None or (target.draining and self.leave_target(sequence)):
             return
-        longest = self.longest_draft(sequence)
+        longest = self.controller.longest(sequence)
         sequence.verify = proposed if proposed < longest else longest
         sequence.idle_since, sequence.due = now, target.due(now)
         change_state(sequence, IDLE)
@@ -90,45 +89,7 @@ class Lifecycle:
     def knows_next(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the target can go on with each of them at the end of the round under way: the policy has no say in
         who is verified together, or nothing is proposed that makes their lengths differ."""
-        return self._free or not any(map(self.longest_draft, sequences))
-
-    def to_propose(self, sequence: Sequence) -> int:
-        """Tokens to propose with the sequence's next row, which samples, for the round after it."""
-        length = self.longest_draft(sequence)
-        if length >= (rest := sequence.end - sequence.length - 1):
-            length = rest - 1
-        if length <= 0:
-            return 0
-        if self._chooses(sequence) and sequence.target is not None:
-            chosen = self.controller.for_round(sequence.target, sequence)
-            return chosen if chosen < length else length
-        return length
-
-    def to_expect(self, sequence: Sequence) -> int:
-        """What `to_propose` is expected to say once the prompt is computed: without it, a draft need not read that."""
-        length = self.longest_draft(sequence)
-        if length and self._chooses(sequence) and sequence.target is not None:
-            return min(length, sequence.target.figures.length)
-        return length
-
-    def _chooses(self, sequence: Sequence) -> bool:
-        """Whether the controller decides how many tokens the sequence drafts."""
-        request = sequence.request
-        return self._auto and request.draft_length is None and not request.expected_output
-
-    def longest_draft(self, sequence: Sequence) -> int:
-        """Tokens that may be verified in the sequence's next round: 0 where nobody proposes any."""
-        request, target = sequence.request, sequence.target
-        if sequence.suspected:
-            return 0
-        length = self.config.draft_length if request.draft_length is None else request.draft_length
-        if length >= (rest := sequence.end - sequence.length):
-            length = rest - 1
-        if target is None:
-            return length
-        if (sequence.drafting_refused or target.figures.acceptance is None) and not request.expected_output:
-            return 0
-        return length if length < target.longest_draft else target.longest_draft
+        return self._free or not any(map(self.controller.longest, sequences))
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -174,7 +135,7 @@ class Lifecycle:
     def _next_positions(self, sequence: Sequence) -> int:
         """Positions with which a target takes the sequence in: those of its next two rows. The last token that it may
         get has none."""
-        return min(sequence.length + self.longest_draft(sequence) + 1, sequence.end - 1)
+        return min(sequence.length + self.controller.longest(sequence) + 1, sequence.end - 1)
 
     def _slot_is_free(self) -> bool:
         most = self._max_per_target

@@ -50,13 +50,11 @@ class Rounds:
         for row, result in zip(step.rows, event.results, strict=True):
             if 0 < result.verified <= row.verify:
                 verified += result.verified
-            if result.reused > 0:
-                # Prefix KV that a worker took over from other sequences took no time.
-                work.leave_out(min(result.reused, len(row.tokens)))
-        for row in step.rows if work.fed else ():
-            # Nor did a chunk that was sent before an answer told that the worker has KV of its tokens.
-            if not row.abandoned and (known := target.kv[row.sequence_id].valid - row.kv_len) > 0:
-                work.leave_out(min(known, len(row.tokens)))
+            if work.fed:
+                # KV that a worker took over from other sequences took no time, nor did a chunk that was sent before an
+                # answer told that the worker has KV of its tokens.
+                known = 0 if row.abandoned else target.kv[row.sequence_id].valid - row.kv_len
+                work.leave_out(min(max(result.reused, 0) + max(known, 0), len(row.tokens)))
         drafting_seconds = event.drafting_seconds
         self._controller.step(target, work, verified, event.seconds - drafting_seconds, drafting_seconds)
 

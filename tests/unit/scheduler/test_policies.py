@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.batching.verify_grouping import GroupingView, pick
+from scheduler.batching.verify_grouping import pick
 from scheduler.config import Policy
 from scheduler.key_class import NOBODY
 from scheduler.messages import SequenceRequest
@@ -22,11 +22,17 @@ def idle(sequence_id: int, length: int, verify: int = 4, due: float = 10.0) -> S
     return sequence
 
 
-def view(
-    sequences: list[Sequence], *, verifying: int = 0, batch_size: int = 4, now: float = 0.0, may_wait: bool = True
-) -> GroupingView:
+def picked(
+    policy: Policy,
+    sequences: list[Sequence],
+    verifying: int = 0,
+    batch_size: int = 4,
+    now: float = 0.0,
+    may_wait: bool = True,
+) -> tuple[list[int], bool]:
     index = {sequence.sequence_id: sequence for sequence in sequences}
-    return GroupingView(index, verifying, batch_size, now, may_wait)
+    group, forced = pick(policy, index, batch_size, now, verifying, may_wait)
+    return [sequence.sequence_id for sequence in group], forced
 
 
 MIXED = (10, 20, 30, 20, 10, 20)
@@ -74,8 +80,7 @@ RAGGED, EQSPEC, EXSPEC, AUTO = Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC, Poli
 def test_which_rows_are_taken(
     policy: Policy, sequences: list[Sequence], more: dict[str, Any], expected: list[int] | None
 ) -> None:
-    picked, _ = pick(policy, view(sequences, **more))
-    assert [sequence.sequence_id for sequence in picked] == (expected or [])
+    assert picked(policy, sequences, **more) == (expected or [], False)
 
 
 @pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.AUTO])
@@ -83,7 +88,5 @@ def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     sequences = mixed()
     sequences[0].due = 5.0
     sequences = sequences[:3]
-    assert pick(policy, view(sequences, now=4.999, verifying=1)) == ([], False)
-    picked, forced = pick(policy, view(sequences, now=5.0, verifying=1))
-    assert forced
-    assert [sequence.sequence_id for sequence in picked] == [1, 2, 3]
+    assert picked(policy, sequences, verifying=1, now=4.999) == ([], False)
+    assert picked(policy, sequences, verifying=1, now=5.0) == ([1, 2, 3], True)
