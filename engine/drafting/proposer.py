@@ -39,7 +39,8 @@ class Proposer(Protocol):
         """What the rows of a step have committed. By now `row.history` ends with the tokens that the row has accepted,
         and `outcome.tokens[-1]`, the sampled one, follows it; without tokens the row has sampled nothing. `digests` are
         of all these. Proposes `row.draft_length` tokens for each row that has sampled, or has that begun; never blocks
-        on others, and raises DeviceLostError alone. Rows that failed are not among them."""
+        on others, and raises DeviceLostError alone. Rows that failed are not among them. Without rows, draft workers
+        only hear what was forgotten."""
         ...
 
     def forget(self, drafting: SequenceDrafting) -> None:
@@ -121,7 +122,7 @@ class Proposers:
         if self._lookup is not None and left:
             self._lookup.offer(*_at(left, rows, outcomes, digests))
             left = [place for place in left if not rows[place].drafting.kept(digests[place], 1)]
-        if self._draft is not None and left:
+        if self._draft is not None and (left or not rows):
             self._draft.offer(*_at(left, rows, outcomes, digests))
 
     def forget(self, drafting: SequenceDrafting) -> None:

@@ -64,6 +64,8 @@ class RemoteDraft(Protocol):
 class _Offers:
     """What is to be offered once the reply has left."""
 
+    released: bool = False
+    """Whether sequences have ended, of which a draft worker is to hear."""
     rows: list[VerifyRow] = field(default_factory=list)
     outcomes: list[RowOutcome] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
@@ -188,13 +190,13 @@ class StepExecutor:
     @property
     def has_offers(self) -> bool:
         """Whether `offer` has something to do."""
-        return bool(self._offers.rows)
+        return self._offers.released or bool(self._offers.rows)
 
     def offer(self) -> None:
         """Proposes what the last step asked for. Raises DeviceLostError."""
-        offers, self._offers = self._offers, _Offers()
-        if not offers.rows:
+        if not self.has_offers:
             return
+        offers, self._offers = self._offers, _Offers()
         began = self._clock()
         try:
             self._proposer.offer(offers.rows, offers.outcomes, offers.digests)
@@ -208,7 +210,7 @@ class StepExecutor:
     def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
         started = self._clock()
         idle = 0.0 if self._ended is None else started - self._ended
-        self._offers = _Offers()
+        self._offers = _Offers(self._remote is not None and bool(request.released_sequence_ids))
         if self._remote is not None:
             self._remote.set_grant(request.grant if request.HasField("grant") else None)
         self._sequences.release(request.released_sequence_ids)

@@ -140,7 +140,8 @@ class Cell:
         await until(lambda: not self.live_sequences)
         async with asyncio.timeout(LONG):
             for worker in self.workers:
-                await worker.server.wait_empty()
+                if worker.role is Role.TARGET:  # they keep their streams to drafts
+                    await worker.server.wait_empty()
         await until(lambda: not self.pages_in_use)
 
 

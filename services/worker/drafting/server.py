@@ -85,7 +85,9 @@ class DraftServer(BaseWorkerServer):
         draft_pb2_grpc.add_DrafterServicer_to_server(self._drafter, server)
 
     def refuse_new(self) -> None:
-        self._drafter.draining = self._signs.draining = True
+        """Whoever has a stream now has nothing to ask, since its scheduler has given it another draft, or has none."""
+        self._signs.draining = True
+        self._drafter.dismiss()
 
     async def wait_empty(self) -> None:
         """Waits until no target has a stream."""

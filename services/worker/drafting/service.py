@@ -39,6 +39,12 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._empty.set()
         self.draining = False
 
+    def dismiss(self) -> None:
+        """Ends all streams and lets none in any more. Targets that still asked go on without."""
+        self.draining = True
+        for stream in self._streams.values():
+            stream.end(BadMessageError("the draft worker is leaving", "UNAVAILABLE"))
+
     async def wait_empty(self) -> None:
         """Waits until no target has a stream."""
         await self._empty.wait()
