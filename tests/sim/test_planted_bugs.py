@@ -8,24 +8,31 @@ from typing import Any
 
 import pytest
 
+from engine.drafting.inside_target import InsideDrafting
+from engine.drafting.proposer import Asked, LocalProposer
 from engine.kv.groups import PageGroup
 from engine.kv.pages import PagePool
+from engine.steps import VerifyRow
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
-from scheduler.core import SchedulerCore
-from scheduler.messages import EmitTokens, Outcome, SequenceRequest
+from scheduler.batching import verify_steps
+from scheduler.messages import EmitTokens, SequenceRequest
 from scheduler.page_counts import PageCounts
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.live_set import WaitingQueue
-from scheduler.state.worker_records import KvEntry
-from scheduler.state.workers import Sequence, TargetWorker, WorkerState
+from scheduler.state.workers import Sequence, TargetWorker
+from scheduler.transitions.assignment import Assignment
 from services.scheduler import session
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
 from services.scheduler_client.remote_stream import RemoteStream
-from services.worker import kv_pages
+from services.worker import executor, kv_pages
+from services.worker.drafting import mailbox, messages
+from services.worker.drafting.mailbox import Mailbox, RemoteSequence
+from services.worker.drafting.messages import Answer
+from services.worker.drafting.service import DrafterService
 from services.worker.executor import StepExecutor
-from services.worker.sequences import WorkerSequences
+from tests.sim.audit.books import digest_of
 from tests.sim.cell import world
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.world import World
@@ -91,35 +98,75 @@ def last_token_is_delivered_twice(patch: Patch) -> None:
 
 
 def releases_are_forgotten(patch: Patch) -> None:
-    evict = WorkerState.evict
+    evict = TargetWorker.evict
 
-    def forgetful(self: WorkerState, sequence: Sequence) -> None:
+    def forgetful(self: TargetWorker, sequence: Sequence) -> None:
         evict(self, sequence)
         self.releases.pop(sequence.sequence_id, None)
 
-    patch.setattr(WorkerState, "evict", forgetful)
-
-
-def ledger_keeps_a_rejected_token(patch: Patch) -> None:
-    def settle(self: KvEntry, accepted: int) -> None:
-        self.valid += self.ahead
-        self.ahead = 0
-
-    patch.setattr(KvEntry, "settle_proposal", settle)
+    patch.setattr(TargetWorker, "evict", forgetful)
 
 
 def damaged_kv_is_taken(patch: Patch) -> None:
     patch.setattr(kv_pages.zlib, "crc32", lambda data: 0)
 
 
-def first_prepared_proposal_is_taken(patch: Patch) -> None:
-    """Whatever the target has accepted and chosen."""
+def proposals_are_found_by_their_sequence_alone(patch: Patch) -> None:
+    """Whatever prefix they belong to."""
 
-    def prepared(self: Sequence, accepted: int, token: int) -> Outcome | None:
-        outcomes, self.outcomes = self.outcomes, ()
-        return next(iter(outcomes), None)
+    def take_in(self: RemoteSequence, answer: Answer) -> None:
+        self.answered, self.tokens, self.met = True, answer.tokens, True
 
-    patch.setattr(Sequence, "prepared", prepared)
+    patch.setattr(RemoteSequence, "take_in", take_in)
+
+
+def token_ids_of_proposals_are_believed(patch: Patch) -> None:
+    """Where they come, and where they are verified."""
+
+    def trusting(self: Any, prepared: Any, wait_seconds: float) -> list[VerifyRow]:
+        rows = [executor._verify_row(one) for one in prepared]
+        asked = [
+            Asked(row.drafting, digest_of(row.history), len(row.history), one.verify)
+            for row, one in zip(rows, prepared, strict=True)
+        ]
+        for row, proposal in zip(rows, self._proposer.take(asked, wait_seconds), strict=True):
+            row.draft_tokens = proposal
+        return rows
+
+    patch.setattr(messages, "check_tokens", lambda *_: None)
+    patch.setattr(StepExecutor, "_with_proposals", trusting)
+
+
+def steps_wait_as_long_as_it_takes(patch: Patch) -> None:
+    wait = Mailbox._wait
+    patch.setattr(Mailbox, "_wait", lambda self, due, until: wait(self, due, until + 60.0))
+
+
+def scheduler_lets_steps_wait_for_long(patch: Patch) -> None:
+    patch.setattr(verify_steps, "_wait_seconds", lambda *_: 1.0)
+
+
+def draft_workers_die_and_nobody_is_blamed(patch: Patch) -> None:
+    patch.setattr(mailbox, "_DEATHS", 1000)
+
+
+def every_grant_holds(patch: Patch) -> None:
+    patch.setattr(DrafterService, "_check", lambda self, grant: None)
+
+
+def draft_keeps_its_targets_while_it_drains(patch: Patch) -> None:
+    patch.setattr(Assignment, "renew", _renew_once)
+
+
+def _renew_once(self: Assignment, now: float) -> None:
+    drafts = list(self._fleet.drafts.values())
+    for target in self._fleet.targets.values():
+        if drafts and not target.spec.own_draft_id and target.draft not in drafts:
+            self._grant(target, drafts[0], now)
+
+
+def draft_inside_keeps_what_has_ended(patch: Patch) -> None:
+    patch.setattr(InsideDrafting, "forget", LocalProposer.forget)
 
 
 def page_keeps_its_key_when_it_is_written_to(patch: Patch) -> None:
@@ -137,10 +184,6 @@ def windows_take_no_pages(patch: Patch) -> None:
 
 def lost_workers_blame_nobody(patch: Patch) -> None:
     patch.setattr(core, "blame", lambda *_: None)
-
-
-def nobody_ends_a_wait(patch: Patch) -> None:
-    patch.setattr(SchedulerCore, "next_deadline", lambda self: None)
 
 
 def priority_is_ignored(patch: Patch) -> None:
@@ -167,11 +210,6 @@ def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
         return [self.sequences[row.sequence_id] for row in rows]
 
     patch.setattr(TargetWorker, "can_follow", can_follow)
-
-
-def rows_that_follow_verify_nothing(patch: Patch) -> None:
-    settle = WorkerSequences.settle
-    patch.setattr(WorkerSequences, "settle", lambda self, sequence, *of: settle(self, sequence, *of[:2]))
 
 
 def failure_of(seed: int, kinds: tuple[str, ...]) -> str | None:
@@ -204,19 +242,23 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (resubmission_lacks_the_last_delivered_token, 0, ("scheduler crash",), "audit: .*submitted with .* received"),
         (last_token_is_delivered_twice, 0, (), "audit: .*(which no target has made|asked for were)"),
         (releases_are_forgotten, 0, (), "audit: .*was not told to release"),
-        (ledger_keeps_a_rejected_token, 4, (), "audit: .*counts on .* positions of KV"),
         (damaged_kv_is_taken, 0, ("kv damaged",), "audit: .*with a page that is damaged"),
-        (first_prepared_proposal_is_taken, 4, (), "audit: .*has draft_tokens .* proposed were"),
+        (proposals_are_found_by_their_sequence_alone, 0, ("draft link slow",), "audit: .*verifies .* proposed were"),
+        (token_ids_of_proposals_are_believed, 40, ("proposals corrupted",), "audit: .*verifies .* that there are"),
+        (steps_wait_as_long_as_it_takes, 0, ("draft hangs",), "has heard nothing from"),
+        (scheduler_lets_steps_wait_for_long, 0, (), "may wait for a draft worker too long"),
+        (draft_workers_die_and_nobody_is_blamed, 10, ("draft poison",), "has killed .* draft workers"),
+        (every_grant_holds, 16, ("draft crash",), "audit: .*whose grant is for epoch"),
+        (draft_keeps_its_targets_while_it_drains, 0, ("draft leaves",), "with DraftGrant.*drafts are"),
+        (draft_inside_keeps_what_has_ended, 0, (), "the draft of target. holds"),
         (page_keeps_its_key_when_it_is_written_to, 0, (), "must get|has a key"),
         (windows_are_left_too_early, 0, (), "must get|failed unprovoked"),
         (windows_take_no_pages, 0, (), "failed unprovoked"),
         (grammar_is_lost_when_another_scheduler_goes_on, 15, ("scheduler crash",), "must get"),
         (lost_workers_blame_nobody, 12, ("poison",), "has killed .* workers"),
         (rows_follow_others_that_are_not_answered, 0, (), "audit: .*follows"),
-        (rows_that_follow_verify_nothing, 3, (), "audit: .*is not accepted, although the target chose it"),
-        (nobody_ends_a_wait, 0, (), "overdue"),
         (priority_is_ignored, 5, (), "comes first"),
-        (keys_have_no_part_of_the_queue, 0, (), "and none of that key waits"),
+        (keys_have_no_part_of_the_queue, 154, (), "and none of that key waits"),
     ],
 )
 def test_planted_bug_is_found(

@@ -19,6 +19,7 @@ from tests.sim.audit.worker import WorkerAudit
 T = TypeVar("T")
 
 _SESSION, _IMPORT = "/spool.v1.Scheduler/Session", "/spool.v1.Worker/ImportKv"
+_PROPOSE = "/spool.v1.Drafter/Propose"
 
 
 class Party(Hashable, Protocol):
@@ -91,6 +92,11 @@ class Auditor:
     def computes(self, process: Party, sequence_id: int, history: Sequence[int], drafted: Sequence[int]) -> None:
         """A pass of the target verifies `drafted` behind the history."""
         self._worker(process).proposals.computes(sequence_id, history, drafted)
+
+    def admitted(self, call: Any) -> None:
+        """The server has let the client in."""
+        if call.method == _PROPOSE:
+            self._draft(call.server).admits(call)
 
     def served(self, call: Any) -> None:
         """The server's end of a call is over."""

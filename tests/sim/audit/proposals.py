@@ -170,16 +170,27 @@ class DraftAudit:
         for one in zip(request.sequence_ids, request.digests, request.draft_lengths, strict=True):
             stream[1][one[:2]] = max(one[2], stream[1].get(one[:2], 0))
 
+    def admits(self, call: Any) -> None:
+        """A target, which may ask for proposals from then on."""
+        stream = self._streams.get(call)
+        if stream is None:
+            self._problem("lets in a target that has not said who it is")
+        else:
+            self._check_grant(f"lets {stream[0].target_id} in", stream[0])
+
+    def _check_grant(self, what: str, grant: worker_pb2.DraftGrant) -> None:
+        if self._epoch is not None and grant.draft_epoch != self._epoch:
+            self._problem(f"{what}, whose grant is for epoch {grant.draft_epoch}")
+        highest, since = self._highest.get(grant.target_id, ((0, 0), 0.0))
+        if _number(grant) < highest and self._clock() > since + _SLACK:
+            self._problem(f"{what} with grant {_number(grant)}, although {highest} has come")
+
     def answers(self, call: Any, proposals: draft_pb2.Proposals) -> None:
         if call not in self._streams:
             self._problem("proposes before it was asked")
             return
         grant, asked = self._streams[call]
-        if self._epoch is not None and grant.draft_epoch != self._epoch:
-            self._problem(f"proposes for {grant.target_id}, whose grant is for epoch {grant.draft_epoch}")
-        highest, since = self._highest.get(grant.target_id, ((0, 0), 0.0))
-        if _number(grant) < highest and self._clock() > since + _SLACK:
-            self._problem(f"proposes for grant {_number(grant)} of {grant.target_id}, although {highest} has come")
+        self._check_grant(f"proposes for {grant.target_id}", grant)
         columns = columns_of(proposals)
         if columns is None:
             self._problem(f"answers round {proposals.round} in columns that do not fit each other")

@@ -340,6 +340,8 @@ class Call:
         self._down(self._take, self._network.carry(sent, self._served.response_serializer), disturbed=True)
 
     def admit(self) -> None:
+        if self.server is not None and self.server.alive:
+            self._network.tap.admitted(self)
         self._down(self._take_admission)
 
     def _take_admission(self) -> None:

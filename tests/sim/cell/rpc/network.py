@@ -73,6 +73,9 @@ class Tap:
 
     def read(self, call: Any, by_client: bool, message: Any) -> None: ...
 
+    def admitted(self, call: Any) -> None:
+        """The server's handler has let the client in."""
+
     def served(self, call: Any) -> None:
         """The server's handler has ended."""
 
