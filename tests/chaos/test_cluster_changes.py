@@ -80,7 +80,13 @@ def cell(
     token.write_text("0123456789abcdef0123456789abcdef")
     http_port, grpc_port = free_ports(2)
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
+        "models": {
+            "target": str(target),
+            "draft": str(draft),
+            "draft_in": "workers",
+            "served_model_name": MODEL,
+            "dtype": "float32",
+        },
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {

@@ -63,7 +63,13 @@ def served(
 ) -> Iterator[Served]:
     target, draft = tiny_pair
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
+        "models": {
+            "target": str(target),
+            "draft": str(draft),
+            "draft_in": "workers",
+            "served_model_name": MODEL,
+            "dtype": "float32",
+        },
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": STREAMS, "policy": "ragged"},
         "groups": {"cells": 2, "draft": {**PACED, "replicas": 1}, "target": {**PACED, "replicas": 2}},

@@ -161,7 +161,7 @@ def test_the_demo_detached(own_ray: OwnRay) -> None:
     assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
     shown = spool("status", "--json", environment=environment)
     assert shown.code == 0, shown.err
-    names = ("Gateway", "Scheduler", "TargetWorker", "DraftWorker")
+    names = ("Gateway", "Scheduler", "TargetWorker")
     replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
     assert replicas == {name: {"RUNNING": 1} for name in names}
     assert shown.summary["cells"][0]["throughput"]["finished"] == 1

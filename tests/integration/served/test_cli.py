@@ -202,8 +202,8 @@ def test_verify_says_what_it_proves(folder: Path) -> None:
 def at_work(
     folder: Path, draft: str, prompts: str, output: Path, *arguments: str
 ) -> AbstractContextManager[subprocess.Popen[str]]:
-    """`spool generate`, running."""
-    command = ("generate", "llama-target", "--draft", draft, "--prompts", prompts)
+    """`spool generate` with a draft worker, running."""
+    command = ("generate", "llama-target", "--draft", draft, "--draft-in", "workers", "--prompts", prompts)
     return started(*command, "--output", output, *FAST, *arguments, cwd=folder)
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tiny_pair: tuple[Path, Path], folder: Path) -> Iterator[NoRay]:
     target, draft = tiny_pair[0], save_renumbered(tiny_pair[1], folder / "draft", range(95, -1, -1))
-    models = (target, "--draft", draft, "--served-model-name", MODEL, "--dtype", "float32")
+    models = (target, "--draft", draft, "--draft-in", "workers", "--served-model-name", MODEL, "--dtype", "float32")
     with served_without_ray(folder, *models, **SETTINGS) as served:
         served.wait_until_up()
         yield served
