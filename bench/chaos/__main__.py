@@ -4,8 +4,8 @@
     python -m bench.chaos --rounds 3 --output bench/results/chaos.json
 
 `spool serve` must run on a Ray of its own on this machine. In each round, a draft worker, a target worker and the
-scheduler are killed, and a target worker is stopped for `--stop-seconds`. The exit code is 1 unless every stream has
-the text of plain decoding before the faults.
+scheduler are killed, and a draft and a target worker are stopped for `--stop-seconds`. The exit code is 1 unless every
+stream has the text of plain decoding before the faults.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ async def measure(application: Application, arguments: argparse.Namespace) -> di
                 struck[f"SIGKILL of a draft worker, {number}"] = (await faults.kill_worker(DRAFT)).window
                 struck[f"SIGKILL of a target worker, {number}"] = (await faults.kill_worker(TARGET)).window
                 struck[f"SIGKILL of the scheduler, {number}"] = (await faults.kill_scheduler()).window
-                stopped = await faults.stop_target(arguments.stop_seconds)
-                struck[f"SIGSTOP of a target worker for {arguments.stop_seconds:g} s, {number}"] = stopped.window
+                for name, deployment in (("draft", DRAFT), ("target", TARGET)):
+                    stopped = await faults.stop_worker(deployment, arguments.stop_seconds)
+                    struck[f"SIGSTOP of a {name} worker for {arguments.stop_seconds:g} s, {number}"] = stopped.window
         idle = await watcher.until(lambda report: report.idle, "idle", _IDLE_SECONDS)
     return {
         "streams": {"at_once": arguments.clients, "answered": sum(record.answered for record in load.records)},

@@ -69,23 +69,24 @@ class Faults:
         await self._recovered("streams with the new scheduler", time.monotonic())
         return Struck(Window(begin, time.monotonic()), victim.pid)
 
-    async def stop_target(self, seconds: float | None) -> Struck:
-        """Stops a target's process for this time; with None until the scheduler does without it."""
+    async def stop_worker(self, deployment: str, seconds: float | None) -> Struck:
+        """Stops a worker's process for this time; with None until the scheduler does without it."""
+        role = _ROLES[deployment]
         await self._recovered("before the fault", time.monotonic())
-        victim = self._application.replicas(TARGET)[0]
+        victim = self._application.replicas(deployment)[0]
         begin = time.monotonic()
         victim.suspend()
         try:
             if seconds is None:
-                fewer = self._counts["target"]
+                fewer = self._counts[role]
                 await self._watcher.until(
-                    lambda report: len(report.workers["target"]) < fewer, "a target out of use", self._patience
+                    lambda report: len(report.workers[role]) < fewer, f"a {role} out of use", self._patience
                 )
             else:
                 await asyncio.sleep(seconds)
         finally:
             victim.resume()
-        await self._recovered("the target that goes on is in use", time.monotonic())
+        await self._recovered(f"the {role} that goes on is in use", time.monotonic())
         return Struck(Window(begin, time.monotonic()), victim.pid)
 
     async def _replaced(self, victim: psutil.Process) -> None:

@@ -237,7 +237,7 @@ def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dic
                 faults = Faults(served.application, watcher, load, WORKERS, SECONDS)
                 killed = [await faults.kill_worker(DRAFT), await faults.kill_worker(TARGET)]
                 killed.append(await faults.kill_scheduler())
-                stopped = await faults.stop_target(None)
+                stopped = await faults.stop_worker(TARGET, None)
             assert faults_of(load.records, expected) == []
             structured = [one for one in load.records if one.case.regex and one.case.draft_length and one.arrivals]
             for struck in killed:
