@@ -41,8 +41,8 @@ class TargetEngine:
         grammars: Grammars | None = None,
         head: HeadDrafting | None = None,
     ) -> None:
-        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `head`: proposes from what the
-        passes compute."""
+        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then. `head`: proposes from what
+        the passes compute."""
         self.description = description
         self.pool = pool
         self.kv_store = kv_store

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-
 from engine.drafting.model_drafting import Draft
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
@@ -32,6 +29,8 @@ from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import RecoveryListener, SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.base_server import BaseWorkerServer
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.server import DraftServer
 from services.worker.executor import StepExecutor, VerifyingEngine
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer

@@ -14,9 +14,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-
 from engine.description import EngineDescription
 from engine.drafting.proposer import Proposers
 from engine.kv.kv_store import PageLayout
@@ -24,6 +21,8 @@ from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import Role, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.server import DraftServer
 from services.worker.executor import StepExecutor
 from services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker, serving
 
