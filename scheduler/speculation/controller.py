@@ -90,18 +90,21 @@ class Controller:
             return
         if not verified and target.grant is not None:
             return  # the draft worker was late, or reads the prompt: that says nothing of its model
-        if figures.probes_left and sequence.sequence_id == figures.prober:
-            # Against expectation: worth another probe at once.
-            figures.probes_left = int(accepted > 0 and model.chances[0] < 0.5)
+        if not figures.length and sequence.sequence_id == figures.prober:
+            # Against expectation: worth other probes at once.
+            figures.probes_left = _PROBE_ROUNDS if accepted and model.chances[0] < 0.5 else 0
         model.observe(accepted, asked, len(target.sequences))
 
     def served(self, target: TargetWorker, report: DraftingReport) -> None:
         """How the target's draft worker served it in one step."""
         figures = target.figures
-        if report.asked > 0:
-            in_time = min(report.in_time, report.asked) / report.asked
-            if in_time > figures.in_time and figures.in_time < 0.5:
-                figures.probes_left = _PROBE_ROUNDS  # as above
+        if report.asked <= 0:
+            return
+        in_time = min(report.in_time, report.asked) / report.asked
+        if in_time > figures.in_time and figures.in_time < 0.9:
+            figures.probes_left = _PROBE_ROUNDS  # as above
+        # For a probe, the draft may have had to read what came since the last one: that tells nothing of the others.
+        if in_time > figures.in_time or figures.length:
             figures.in_time += (1 - FORGET) * (in_time - figures.in_time)
 
     def kv_moved(self, positions: int, seconds: float) -> None:
@@ -153,7 +156,7 @@ class Controller:
         return chosen if chosen < length else length
 
     def to_expect(self, sequence: Sequence) -> int:
-        """What `to_propose` will say once the prompt is computed, most likely: where nothing, a draft need not read it."""
+        """What `to_propose` will most likely say once the prompt is computed; where 0, a draft need not read it."""
         length, target = self.longest(sequence), sequence.target
         return length if target is None or not self._chooses(sequence) else min(length, target.figures.length)
 
