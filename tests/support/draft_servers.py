@@ -1,19 +1,24 @@
-"""A draft server on threads of its own, and a target that plays verdicts to a proposer."""
+"""Draft workers on threads of their own, real and scripted, and a target that plays verdicts to a proposer."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Self
+
+import grpc
 
 from engine.drafting.model_drafting import Draft
 from engine.drafting.proposer import Asked, Proposer
 from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import PageTable
 from engine.steps import RowOutcome, VerifyRow
-from protos import worker_pb2
+from protos import draft_pb2, worker_pb2
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
 from services.rpc.channel_security import ChannelSecurity
@@ -79,7 +84,7 @@ def running_draft(
         thread.join()
 
 
-@dataclass
+@dataclass(eq=False)
 class PlayedSequence:
     """A sequence of a target that commits what the test says. All of `tokens` but the last are in its history."""
 
@@ -118,3 +123,56 @@ def take(
 ) -> list[list[int]]:
     asked = [Asked(one.drafting, one.digest, len(one.tokens), most) for one in sequences]
     return [list(proposal) for proposal in proposer.take(asked, wait_seconds)]
+
+
+Answered = Iterator[draft_pb2.Proposals | bytes]
+
+
+class ScriptedDrafter:
+    """A draft worker that lets every target in and answers each request as `script` says: messages, bytes in place of
+    them, or an exception that ends the stream. `requests` are those that came, openings of streams included."""
+
+    def __init__(self, script: Callable[[draft_pb2.DraftRequest], Answered]) -> None:
+        self.script = script
+        self.requests: SimpleQueue[draft_pb2.DraftRequest] = SimpleQueue()
+
+    def grant(self, number: int = 1) -> worker_pb2.DraftGrant:
+        return worker_pb2.DraftGrant(address=self.address, draft_epoch=1, number=number, target_id="target-0")
+
+    def __enter__(self) -> Self:
+        self._threads = ThreadPoolExecutor(4)
+        self._server = grpc.server(self._threads)
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._propose,
+            draft_pb2.DraftRequest.FromString,
+            lambda answer: answer if isinstance(answer, bytes) else answer.SerializeToString(),
+        )
+        service = grpc.method_handlers_generic_handler("spool.v1.Drafter", {"Propose": handler})
+        self._server.add_generic_rpc_handlers((service,))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+        self._threads.shutdown(wait=False)
+
+    def _propose(self, requests: Iterator[draft_pb2.DraftRequest], context: grpc.ServicerContext) -> Answered:
+        context.send_initial_metadata(())
+        for request in requests:
+            self.requests.put(request)
+            yield from self.script(request)
+
+
+def answer_of(
+    request: draft_pb2.DraftRequest, tokens: Callable[[int, int], Sequence[int]] = lambda sequence_id, most: (1,) * most
+) -> draft_pb2.Proposals:
+    """What a healthy draft that proposes `tokens` answers."""
+    proposed = [tokens(*one) for one in zip(request.sequence_ids, request.draft_lengths, strict=True)]
+    return draft_pb2.Proposals(
+        round=request.round,
+        sequence_ids=request.sequence_ids,
+        digests=request.digests,
+        counts=[len(one) for one in proposed],
+        tokens=[token for one in proposed for token in one],
+    )

@@ -110,7 +110,8 @@ def _scalar(field: FieldDescriptor, draw: random.Random) -> Any:
     kinds = FieldDescriptor
     match field.cpp_type:
         case kinds.CPPTYPE_STRING:
-            return draw.choice([text for text in TEXTS if text.isascii() or (text.isprintable() and _whole(text))])
+            text = draw.choice([text for text in TEXTS if text.isascii() or (text.isprintable() and _whole(text))])
+            return text.encode() if field.type == kinds.TYPE_BYTES else text
         case kinds.CPPTYPE_DOUBLE | kinds.CPPTYPE_FLOAT:
             return draw.choice(FLOATS)
         case kinds.CPPTYPE_BOOL:

@@ -97,10 +97,8 @@ def verdicts_from_wire(request: draft_pb2.DraftRequest, vocabulary_size: int) ->
         *(ids, request.lengths, request.digests, _parts(request.tokens, counts), request.draft_lengths), strict=True
     )
     for sequence_id, length, digest, tokens, draft_length in columns:
-        if not len(tokens) <= length or not length:
-            raise BadMessageError(
-                f"lengths holds {length}, must be 1 at least, and its count of {len(tokens)} at least"
-            )
+        if length < (least := max(len(tokens), 1)):
+            raise BadMessageError(f"lengths holds {length}, must be at least {least}, as its entry of counts says")
         check_at_most("an entry of draft_lengths", draft_length, MAX_DRAFT_LENGTH)
         step.verdicts.append(Verdict(sequence_id, length, digest, tokens, draft_length, opened.get(sequence_id)))
     return step
@@ -135,7 +133,8 @@ def _opened_from_wire(parameters: worker_pb2.SequenceParameters, vocabulary_size
     if len(parameters.cache_scope) not in _SCOPE_SIZES:
         raise BadMessageError(f"cache_scope has {len(parameters.cache_scope)} bytes, must have none or 32")
     try:
-        sampling = from_wire(SamplingParameters, parameters.sampling)
+        given = parameters.HasField("sampling")
+        sampling = from_wire(SamplingParameters, parameters.sampling) if given else SamplingParameters()
     except ValueError as error:
         raise BadMessageError(str(error)) from error
     return Opened(parameters.prompt_length, sampling, parameters.cache_scope, list(parameters.committed_tokens))

@@ -55,7 +55,7 @@ class DraftServer(BaseWorkerServer):
 
     @property
     def sequences(self) -> int:
-        return self._batcher.sequences
+        return self._batcher.sequences if self._drafter.streams else 0
 
     @property
     def busy(self) -> bool:
@@ -83,6 +83,10 @@ class DraftServer(BaseWorkerServer):
     def add_to(self, server: grpc.aio.Server) -> None:
         super().add_to(server)
         draft_pb2_grpc.add_DrafterServicer_to_server(self._drafter, server)
+
+    async def stop(self, grace_seconds: float) -> None:
+        self.refuse_new()
+        await super().stop(grace_seconds)
 
     def refuse_new(self) -> None:
         """Whoever has a stream now has nothing to ask, since its scheduler has given it another draft, or has none."""

@@ -39,6 +39,10 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._empty.set()
         self.draining = False
 
+    @property
+    def streams(self) -> int:
+        return len(self._streams)
+
     def dismiss(self) -> None:
         """Ends all streams and lets none in any more. Targets that still asked go on without."""
         self.draining = True
@@ -64,7 +68,9 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             if stream.refusal is not None:
                 logger.warning("target %s gets no more proposals: %s", stream.target_id, stream.refusal)
                 await context.abort(grpc.StatusCode[stream.refusal.code], str(stream.refusal))
-            await reader
+            await asyncio.wait([reader])
+            if not reader.cancelled():
+                reader.result()
         finally:
             reader.cancel()
             self._batcher.close(stream)

@@ -1,0 +1,299 @@
+"""A target whose draft worker answers late, wrongly or not at all: nothing wrong is taken, and nothing stands still."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import pairwise
+
+import pytest
+
+from protos import draft_pb2
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.worker.drafting.patience import Patience
+from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.stream import StreamOptions
+from tests.support.draft_servers import Answered, PlayedSequence, ScriptedDrafter, answer_of, offer, take
+from tests.support.extreme_values import extreme_messages
+from tests.support.waiting import LONG, setting, wait_until
+
+VOCABULARY = 50
+OPTIONS = StreamOptions(first_backoff=0.01, longest_backoff=0.05)
+FOREVER = 100 * LONG
+"""A wait that would end the test run."""
+
+
+def healthy(request: draft_pb2.DraftRequest) -> Answered:
+    yield answer_of(request)
+
+
+@contextmanager
+def connected(drafter: ScriptedDrafter) -> Iterator[RemoteProposer]:
+    with closing(RemoteProposer(VOCABULARY, options=OPTIONS)) as proposer:
+        proposer.set_grant(drafter.grant())
+        wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
+        assert drafter.requests.get(timeout=LONG).opening.protocol_version == PROTOCOL_VERSION
+        yield proposer
+
+
+def played(*sequence_ids: int) -> list[PlayedSequence]:
+    sequences = [PlayedSequence(sequence_id, [1, 2, 3]) for sequence_id in sequence_ids]
+    for one in sequences:
+        one.commit(4)
+    return sequences
+
+
+def proposed(proposer: RemoteProposer, sequences: Sequence[PlayedSequence]) -> list[list[int]]:
+    wait_until(lambda: all(take(proposer, sequences, 9)), "there are proposals", pause=0.01)
+    return take(proposer, sequences, 9)
+
+
+def proposed_again(proposer: RemoteProposer, sequences: Sequence[PlayedSequence]) -> list[list[int]]:
+    """Where streams may break yet, so that an offer may be lost."""
+
+    def are_there() -> bool:
+        found = all(take(proposer, sequences, 9))
+        if not found:
+            offer(proposer, sequences, 2)
+        return found
+
+    wait_until(are_there, "there are proposals", pause=0.02)
+    return take(proposer, sequences, 9)
+
+
+def refused(proposer: RemoteProposer, sequence_id: int) -> None:
+    wait_until(lambda: sequence_id in proposer.report().refused, "it is refused", pause=0.01)  # type: ignore[union-attr]
+
+
+def test_only_new_tokens_travel_and_sequences_that_are_unknown_are_opened_again() -> None:
+    (one,) = played(7)
+    answers = [healthy, healthy, lambda request: iter([draft_pb2.Proposals(unknown_ids=[7])]), healthy, healthy]
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        return iter(()) if request.HasField("opening") else answers.pop(0)(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+
+        def round_of(*tokens: int) -> draft_pb2.DraftRequest:
+            one.commit(*tokens)
+            offer(proposer, [one], 2)
+            request = drafter.requests.get(timeout=LONG)
+            assert (list(request.lengths), list(request.digests)) == ([len(one.tokens)], [one.digest])
+            return request
+
+        opened = round_of(5)
+        assert [sequence.sequence_id for sequence in opened.sequences] == [7]
+        assert list(opened.sequences[0].parameters.committed_tokens) == one.tokens.tokens
+        assert not opened.tokens
+        assert proposed(proposer, [one]) == [[1, 1]]
+        assert take(proposer, [one], 1) == [[1]]
+        known = round_of(1, 1, 6)
+        assert not known.sequences
+        assert list(known.tokens) == [1, 1, 6]
+        assert take(proposer, [one], 2, FOREVER) == [[1, 1]]
+        round_of(8)
+        assert take(proposer, [one], 2, FOREVER) == [[]]
+        assert [sequence.sequence_id for sequence in round_of(9).sequences] == [7]
+        assert proposed(proposer, [one]) == [[1, 1]]
+        # Nothing is asked for a sequence that ended; the draft hears of its end.
+        (other,) = played(8)
+        proposer.forget(one.drafting)
+        offer(proposer, [other], 1)
+        assert list(drafter.requests.get(timeout=LONG).closed_ids) == [7]
+
+
+def test_refused_sequences_are_asked_for_no_more() -> None:
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        answer = answer_of(request, lambda sequence_id, most: () if sequence_id == 1 else (1,) * most)
+        answer.refused_ids.extend({1} & {*request.sequence_ids})
+        yield answer
+
+    sequences = played(1, 2)
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        offer(proposer, sequences, 2)
+        assert list(drafter.requests.get(timeout=LONG).sequence_ids) == [1, 2]
+        refused(proposer, 1)
+        for one in sequences:
+            one.commit(5)
+        offer(proposer, sequences, 2)
+        assert list(drafter.requests.get(timeout=LONG).sequence_ids) == [2]
+        assert take(proposer, sequences, 2, FOREVER) == [[], [1, 1]]
+
+
+def test_sequences_over_which_two_streams_broke_are_refused() -> None:
+    """By drafts that die of sequence 1, and had answered for others."""
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        yield answer_of(request, lambda sequence_id, most: () if sequence_id == 1 else (1,) * most)
+        if 1 in request.sequence_ids:
+            raise RuntimeError("the draft dies")
+
+    def dying(request: draft_pb2.DraftRequest) -> Answered:
+        if 1 in request.sequence_ids:
+            raise RuntimeError("the draft dies")
+        yield answer_of(request)
+
+    deadly, other = played(1, 2)
+    with ScriptedDrafter(dying) as drafter, connected(drafter) as proposer:
+        for _ in range(2):
+            wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
+            offer(proposer, [deadly], 2)
+            wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
+        refused(proposer, 1)
+        wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
+        offer(proposer, [deadly, other], 2)
+        assert proposed(proposer, [other]) == [[1, 1]]
+    # The answer to a request between two deaths clears a sequence.
+    with ScriptedDrafter(healthy) as drafter, connected(drafter) as proposer:
+        for _ in range(3):
+            wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
+            drafter.script = healthy
+            offer(proposer, [deadly], 2)
+            assert proposed(proposer, [deadly]) == [[1, 1]]
+            drafter.script = dying
+            deadly.commit(5)
+            offer(proposer, [deadly], 2)
+            wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
+        report = proposer.report()
+        assert report is not None
+        assert report.refused == ()
+
+
+WRONG = {
+    "token": ({"tokens": [1, VOCABULARY]}, f"tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
+    "count": ({"tokens": [1, 1, 1], "counts": [3]}, "counts holds 3 for sequence 1, must be at most 2"),
+    "counts": ({"counts": [1]}, "tokens has 2 entries, must have 1"),
+    "digests": ({"digests": []}, "digests has 0 entries, must have 1"),
+    "ids": ({"sequence_ids": [1, 2]}, "digests has 1 entries, must have 2"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_answers_break_the_stream(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    changes, said = WRONG[kind]
+    (one,) = played(1)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        answer = answer_of(request)
+        for name, value in changes.items():
+            answer.ClearField(name)
+            getattr(answer, name).extend(value)
+        if request.sequence_ids:
+            yield answer
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        offer(proposer, [one], 2)
+        wait_until(lambda: said in caplog.text, "the message is named", pause=0.01)
+        assert drafter.address in caplog.text
+        assert take(proposer, [one], 2) == [[]]
+        drafter.script = healthy
+        assert proposed_again(proposer, [one]) == [[1, 1]]
+
+
+def test_no_answer_hurts_a_target() -> None:
+    """Extreme values, columns at random, and bytes at random. What is taken is a proposal all the same."""
+    draw = random.Random(3)
+    sequences = played(1, 2)
+
+    def wrong(request: draft_pb2.DraftRequest) -> draft_pb2.Proposals | bytes:
+        answer = answer_of(request)
+        answer.unknown_ids.extend(draw.sample([3, 4], draw.randint(0, 2)))
+        match draw.randrange(3):
+            case 0:
+                (extreme,) = extreme_messages(answer, draw.randrange(1000), 1)
+                assert isinstance(extreme, draft_pb2.Proposals)
+                return extreme
+            case 1:
+                for name in draw.sample(["sequence_ids", "counts", "tokens", "digests"], 2):
+                    answer.ClearField(name)
+                    getattr(answer, name).extend(draw.choices((0, 1, 2, 3, 49, 50, 2**32 - 1), k=draw.randint(0, 4)))
+                return answer
+            case _:
+                return draw.randbytes(draw.randint(1, 60))
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if request.sequence_ids:
+            yield wrong(request)
+            yield answer_of(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        for _ in range(150):
+            wait_until(lambda: proposer.connected, "the stream is there", pause=0.001)
+            for one in sequences:
+                one.commit(draw.randrange(VOCABULARY))
+            offer(proposer, sequences, 2)
+            for proposal in take(proposer, sequences, 2, 0.01):
+                assert len(proposal) <= 2
+                assert all(0 <= token < VOCABULARY for token in proposal)
+        drafter.script = healthy
+        assert proposed_again(proposer, played(11, 12)) == [[1, 1]] * 2
+
+
+def test_steps_seldom_wait_for_a_draft_that_has_hung() -> None:
+    """A step that must not wait would end the test run if it did."""
+    hung = threading.Event()
+    (one,) = played(1)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if len(one.tokens) > 4:
+            hung.wait()
+        yield answer_of(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(hung):
+        offer(proposer, [one], 2)
+        # Nobody waits for the first answer for a sequence.
+        take(proposer, [one], 2, FOREVER)
+        assert proposed(proposer, [one]) == [[1, 1]]
+        proposer.report()
+        for skipped in (0, 1, 2, 4):
+            for wait_seconds in [*[FOREVER] * skipped, 0.01]:
+                one.commit(5)
+                offer(proposer, [one], 2)
+                assert take(proposer, [one], 2, wait_seconds) == [[]]
+                report = proposer.report()
+                assert report is not None
+                assert (report.asked, report.in_time, report.connected) == (1, 0, True)
+        hung.set()
+        assert proposed(proposer, [one]) == [[1, 1]]
+        one.commit(5)
+        offer(proposer, [one], 2)
+        # It was in time, so that steps wait for it again.
+        assert take(proposer, [one], 2, FOREVER) == [[1, 1]]
+
+
+def test_patience_runs_out_by_powers_of_two() -> None:
+    patience = Patience()
+    waits = []
+    for step in range(1000):
+        if patience.left:
+            waits.append(step)
+        patience.note(False)
+    assert [later - earlier - 1 for earlier, later in pairwise(waits)] == [
+        *(1, 2, 4, 8, 16, 32),
+        *[64] * 14,
+    ]
+    patience.note(True)
+    assert patience.left
+
+
+def test_a_draft_that_reads_nothing_is_dropped_and_decoding_goes_on_plainly() -> None:
+    hung = threading.Event()
+    sequences = [PlayedSequence(number, [1] * 20_000) for number in range(1, 4000)]
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if request.sequence_ids:
+            hung.wait()
+        yield answer_of(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(hung):
+        offered = 0
+        while proposer.connected:
+            sequences[offered].commit(1)
+            offer(proposer, [sequences[offered]], 2)
+            assert take(proposer, [sequences[offered]], 2, FOREVER) == [[]]
+            offered += 1
+        assert take(proposer, sequences[:offered], 2, FOREVER) == [[]] * offered
+        hung.set()
+        assert proposed_again(proposer, sequences[-1:]) == [[1, 1]]
