@@ -28,7 +28,10 @@ def _changed(self: StepExecutor, request: worker_pb2.StepRequest, *arguments: An
             os.kill(os.getpid(), signal.SIGKILL)
     reply = _execute(self, request, *arguments)
     if request.rows or request.following.sequence_ids:
-        time.sleep(max(0.0, began + _SECONDS - time.monotonic()))
+        left = max(0.0, began + _SECONDS - time.monotonic())
+        time.sleep(left)
+        reply.timings.forward += left
+        reply.timings.total += left
     return reply
 
 
