@@ -62,6 +62,7 @@ class Tally:
     began: int = 0
     stopped_by_text: int = 0
     stop_tokens: dict[tuple[int, ...], int] = field(default_factory=dict)
+    max_tokens: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def heard(self, answer: Answer) -> None:
         if answer.error:
@@ -149,6 +150,7 @@ async def those_that_end(clients: Clients, tokenizer: ModelTokenizer, tally: Tal
 
     asked = list(asks(tokenizer))
     tally.stop_tokens = {tuple(prompt): token for prompt, more in asked for token in more.get("stop_token_ids", [])}
+    tally.max_tokens = {tuple(prompt): more["max_tokens"] for prompt, more in asked}
     await asyncio.gather(*(one(number, *each) for number, each in enumerate(asked)))
 
 
@@ -247,18 +249,25 @@ def test_tokens_and_ends_are_those_that_clients_saw(outcome: Outcome) -> None:
 
 def test_speculation_is_what_clients_were_told_and_what_the_target_did(outcome: Outcome) -> None:
     tally, metrics = outcome.tally, outcome.of_scheduler
-    kept = [kept_of(draft, tally) for draft in outcome.verified]
-    assert figure(metrics, "spec_decode_num_drafts_total") == len(outcome.verified)
-    drafted = sum(draft.drafted for draft in outcome.verified)
+    verified = [draft for draft in outcome.verified if goes_on(draft, tally)]
+    kept = [kept_of(draft, tally) for draft in verified]
+    assert figure(metrics, "spec_decode_num_drafts_total") == len(verified)
+    drafted = sum(draft.drafted for draft in verified)
     assert figure(metrics, "spec_decode_num_draft_tokens_total") == tally.drafted == drafted
     assert figure(metrics, "spec_decode_num_accepted_tokens_total") == tally.accepted == sum(kept)
     positions = Counter(str(position) for length in kept for position in range(length))
     assert told(metrics, "spec_decode_num_accepted_tokens_per_pos_total") == positions
     assert figure(metrics, "spec_decode_accepted_length_sum") == tally.accepted
-    assert figure(metrics, "spec_decode_accepted_length_count") == len(outcome.verified)
+    assert figure(metrics, "spec_decode_accepted_length_count") == len(verified)
     for (name, labels), value in metrics.items():
         if name == "spool_spec_decode_accepted_length_bucket":
             assert value == sum(length <= float(labels[0][1]) for length in kept)
+
+
+def goes_on(draft: VerifiedDraft, tally: Tally) -> bool:
+    """Not so for a row that was sent before the answer to the one before it, with which its sequence ended."""
+    prompt, output = draft.history[:PROMPT_LENGTH], draft.history[PROMPT_LENGTH:]
+    return len(output) < tally.max_tokens[prompt] and tally.stop_tokens.get(prompt) not in output
 
 
 def kept_of(draft: VerifiedDraft, tally: Tally) -> int:
