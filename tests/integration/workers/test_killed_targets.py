@@ -27,7 +27,8 @@ from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
 
-CONFIG = SchedulerConfig(policy=Policy.RAGGED, kv_movement=KvMovement.ALWAYS)
+# So long that targets wait for the draft worker on a busy machine as well.
+CONFIG = SchedulerConfig(policy=Policy.RAGGED, kv_movement=KvMovement.ALWAYS, wait_bound_steps=100)
 PROMPTS = [[(3 * index + place) % VOCABULARY for place in range(66 + 7 * index)] for index in range(5)]
 Output = list[tuple[int, int]]
 """Tokens, with the digests of their logits."""
