@@ -173,7 +173,8 @@ class Batcher:
                     f"{one.prompt_length} with a draft_length of {verdict.draft_length}"
                 )
             one.draft_length = verdict.draft_length
-            one.asked_before, one.asked = one.asked, self._number
+            if one.asked < self._number:
+                one.asked_before, one.asked = one.asked, self._number
             self._waiting[one] = stream
 
     def _sequence(self, stream: TargetStream, verdict: Verdict) -> DraftedSequence | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -21,8 +23,10 @@ from engine.drafting.model_drafting import DraftAsk, ModelDrafting
 from engine.models.loading import load_draft_engine
 from engine.settings import EngineSettings
 from protos import draft_pb2, worker_pb2, worker_pb2_grpc
+from scheduler.messages import Role
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.worker.drafting import service
@@ -542,3 +546,33 @@ def test_no_request_hurts_the_draft_or_other_targets(running: RunningDraft, fold
         assert report is not None
         assert report.connected
         assert report.refused == ()
+
+
+@pytest.mark.slow
+async def test_a_draft_process_that_is_stopped_is_lost_and_serves_again_when_it_goes_on(folder: Path) -> None:
+    settings = {"model": str(folder), "dtype": "float32", "threads": 1, "kv_pages": PAGES}
+    oracle, one = Oracle(folder), PlayedSequence(1, [3, 4])
+    async with WorkerLauncher([WorkerLaunch(Role.DRAFT, settings)]) as launcher:
+        worker = launcher.workers[0]
+        with grpc.insecure_channel(worker.address) as channel:
+            request = worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION)
+            epoch = worker_pb2_grpc.WorkerStub(channel).Describe(request).worker_epoch
+        grant = worker_pb2.DraftGrant(address=worker.address, draft_epoch=epoch, number=1, target_id="target-0")
+        with closing(RemoteProposer(VOCABULARY)) as proposer:
+            proposer.set_grant(grant)
+
+            def round_of() -> None:
+                connected(proposer)
+                one.commit(5)
+                offer(proposer, [one], 2)
+                assert proposed(proposer, [one], 2) == [oracle.proposal(one, 2)]
+
+            round_of()
+            os.kill(worker.process_id, signal.SIGSTOP)
+            one.commit(6)
+            offer(proposer, [one], 2)
+            # The wait ends with the stream.
+            assert take(proposer, [one], 2, wait_seconds=1000) == [[]]
+            assert not proposer.connected
+            os.kill(worker.process_id, signal.SIGCONT)
+            round_of()

@@ -296,4 +296,5 @@ def test_a_draft_that_reads_nothing_is_dropped_and_decoding_goes_on_plainly() ->
             offered += 1
         assert take(proposer, sequences[:offered], 2, FOREVER) == [[]] * offered
         hung.set()
+        sequences[-1].commit(1)
         assert proposed_again(proposer, sequences[-1:]) == [[1, 1]]
