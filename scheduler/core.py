@@ -165,7 +165,10 @@ class SchedulerCore:
             verifying=states[SequenceState.VERIFYING],
             moving=states[SequenceState.MOVING],
             acceptance=self._controller.acceptance,
-            workers=(*map(_draft_snapshot, self._fleet.drafts.values()), *map(self._target_snapshot, targets)),
+            workers=(
+                *map(_draft_snapshot, self._fleet.drafts.values()),
+                *(_target_snapshot(target, self._controller.law(target)) for target in targets),
+            ),
             keys=tuple(
                 KeySnapshot(
                     one.key.name, one.running, one.waiting, one.prompt_tokens, one.output_tokens, dict(one.refusals)
@@ -173,17 +176,6 @@ class SchedulerCore:
                 for one in live.accounts.totals()
             ),
             drafting_now=tuple(filter(None, map(_drafting_snapshot, targets))),
-        )
-
-    def _target_snapshot(self, target: TargetWorker) -> WorkerSnapshot:
-        return WorkerSnapshot(
-            target.worker_id,
-            target.spec.role,
-            len(target.sequences),
-            target.free_pages,
-            target.spec.total_pages,
-            len(target.outstanding),
-            *self._controller.law(target),
         )
 
     def sequences(self, limit: int) -> list[SequenceSnapshot]:
@@ -286,6 +278,11 @@ class SchedulerCore:
 def _draft_snapshot(draft: DraftWorker) -> WorkerSnapshot:
     sequences = sum(len(target.sequences) for target in draft.targets.values())
     return WorkerSnapshot(draft.worker_id, draft.spec.role, sequences, 0, 0, 0, 0.0, 0.0)
+
+
+def _target_snapshot(target: TargetWorker, law: tuple[float, float]) -> WorkerSnapshot:
+    spec, running, steps = target.spec, len(target.sequences), len(target.outstanding)
+    return WorkerSnapshot(spec.worker_id, spec.role, running, target.free_pages, spec.total_pages, steps, *law)
 
 
 def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:

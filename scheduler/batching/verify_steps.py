@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 from scheduler.batching.verify_grouping import pick
 from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
@@ -79,7 +78,8 @@ class TargetPlanner:
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
             staying = [one for number, one in target.prefilling.items() if number not in leaving]
-            next_ones = list(islice(_by_service(staying), most))
+            # Of the keys, those first that were served least for their weight; of equal ones, who began first.
+            next_ones = sorted(staying, key=lambda sequence: sequence.account.served)[:most]
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
         if followers and all_fit and (chosen or not available):
@@ -199,11 +199,6 @@ class TargetPlanner:
             if victim is None:
                 return False
         return True
-
-
-def _by_service(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Those of the keys that were served least for their weight come first; of equal ones, who began first."""
-    return sorted(sequences, key=lambda sequence: sequence.account.served)
 
 
 def _wait_seconds(target: TargetWorker, rows: list[Row]) -> float:

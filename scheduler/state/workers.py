@@ -163,23 +163,23 @@ class TargetWorker:
         self.pages_for = counts.pages_for
         self.capacity = counts.longest(spec.total_pages, spec.max_sequence_length)
         """Tokens of the longest sequence that fits when no other is placed here."""
+        # Two rows always fit a step, so that verification cannot shut prefill out.
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
-        """The most tokens that a row verifies: two rows always fit a step, so that verification cannot shut prefill
-        out."""
+        """The most proposed tokens that a row verifies."""
         self.figures = TargetFigures(config.initial_step_seconds, acceptance)
         self.draining = False
         """Whether the worker gets no new sequences, since it will leave."""
         self.changed = True
         """Whether anything here has changed since the worker was last asked for a step."""
 
+        # What scheduler/transitions/assignment.py knows of it.
         self.draft: DraftWorker | None = None
-        """Who serves it; `grant` says so to the worker, `granted_at` since when."""
         self.grant: DraftGrant | None = None
+        self.told: DraftGrant | None = None
+        """The grant in the step that was sent last."""
         self.granted_at = 0.0
         self.late_steps = 0
         """Steps in a row in which too few proposals were there in time."""
-        self.told: DraftGrant | None = None
-        """The grant in the step that was sent last."""
 
         self.free_pages = spec.total_pages
         self.pages_of_moves = 0
@@ -197,15 +197,12 @@ class TargetWorker:
         self.lone_step_was_last = False
 
         self.sequences: dict[int, Sequence] = {}
-        """Those placed here."""
+        """Those placed here: PREFILLING ones in the order of admission, IDLE ones by how long they have been so, the
+        number of VERIFYING ones, and the `suspects` among the first two, which are in no other index."""
         self.prefilling: dict[int, Sequence] = {}
-        """PREFILLING sequences in the order in which they came here, which is the order of admission."""
         self.idle: dict[int, Sequence] = {}
-        """IDLE sequences, those first that have been so for longest."""
-        self.suspects: dict[int, Sequence] = {}
-        """Suspected sequences, PREFILLING or IDLE, which are in no other index: their rows go alone."""
         self.verifying = 0
-        """VERIFYING sequences."""
+        self.suspects: dict[int, Sequence] = {}
         self.waits_until: float | None = None
         """Until when IDLE sequences wait at most, for others or for the step under way; None where nothing waits."""
         self._latest_due = 0.0
@@ -408,16 +405,19 @@ class TargetWorker:
         return max(valid, row.end)
 
 
+@dataclass(slots=True, eq=False)
 class DraftWorker:
-    """A draft worker. It serves `targets`, which ask it for proposals themselves."""
+    """A draft worker, and the targets that it serves: they ask it for proposals themselves. `acceptance` is that of its
+    model. One that is `draining` gets no other targets, since it will leave."""
 
-    def __init__(self, spec: WorkerSpec, acceptance: ModelAcceptance) -> None:
-        self.spec, self.worker_id = spec, spec.worker_id
-        self.acceptance = acceptance
-        """Of its model."""
-        self.draining = False
-        """Whether it gets no targets any more, since it will leave."""
-        self.targets: dict[str, TargetWorker] = {}
+    spec: WorkerSpec
+    acceptance: ModelAcceptance
+    draining: bool = False
+    targets: dict[str, TargetWorker] = field(default_factory=dict)
+
+    @property
+    def worker_id(self) -> str:
+        return self.spec.worker_id
 
     @property
     def load(self) -> int:

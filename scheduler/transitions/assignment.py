@@ -40,12 +40,11 @@ class Assignment:
             if not target.spec.own_draft_id and (target.draft is None or target.draft not in drafts):
                 self._grant(target, _idlest(drafts), now)
         while len(drafts) > 1:
-            busiest, idlest = max(drafts, key=_load), _idlest(drafts)
-            if idlest is None or busiest.load <= _WORST_BALANCE * idlest.load:
-                break
+            drafts.sort(key=lambda draft: draft.load)
+            idlest, busiest = drafts[0], drafts[-1]
             gap = busiest.load - idlest.load
             movable = [target for target in busiest.targets.values() if _weight(target) < gap]
-            if not movable:
+            if busiest.load <= _WORST_BALANCE * idlest.load or not movable:
                 break
             self._grant(min(movable, key=lambda target: abs(gap - 2 * _weight(target))), idlest, now)
 
@@ -92,12 +91,8 @@ class Assignment:
         target.figures.change_proposer(None if draft is None else draft.acceptance)
 
 
-def _load(draft: DraftWorker) -> int:
-    return draft.load
-
-
 def _idlest(drafts: list[DraftWorker]) -> DraftWorker | None:
-    return min(drafts, key=_load, default=None)
+    return min(drafts, key=lambda draft: draft.load, default=None)
 
 
 def _weight(target: TargetWorker) -> int:

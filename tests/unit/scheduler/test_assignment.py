@@ -162,8 +162,8 @@ def test_a_draining_draft_without_busy_targets_goes_at_once() -> None:
     assert served_by(driver) == {"t": "e"}
 
 
-def test_what_a_draft_does_stops_nobody() -> None:
-    """A hung target keeps its own sequences, and the others go on."""
+def test_a_hung_target_stops_neither_others_nor_their_drafts() -> None:
+    """It keeps its own sequences, and the others go on."""
     driver = cell("tu", "d")
     for number in range(6):
         driver.submit(number, max_tokens=20)
