@@ -29,6 +29,8 @@ CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
 HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
 HARMLESS_TO_TARGETS = HARMLESS_TO_LINKS | {*DRAFT_FAULTS, DRAFT_POISON, DRAFT_CHANGES}
+HARMLESS_TO_OTHERS = {*DRAFT_FAULTS, DRAFT_POISON, DRAFT_CHANGES, "worker stalls", "worker slow"}
+"""Faults that stop none but the worker that they strike."""
 DISTURBING = CUTTING | {CELL_CRASH, "scheduler crash", "two schedulers", TRUNCATED}
 
 _MOST_LOST = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SLACK = 1e-3
 
 _MOST_SECONDS_WITHOUT_PROGRESS = 0.5
-"""Of a target that has sequences, while only draft workers are struck. A step takes 0.05 s at most, without waits."""
+"""Of a healthy target that has sequences. A step takes 0.05 s at most, without waits."""
 
 _MOST_WAIT_SECONDS = 0.25
 """Of steps that take 0.05 s at most: as long as a few of them."""
@@ -63,7 +63,7 @@ class WatchedCore(SchedulerCore):
         self._grants: dict[str, DraftGrant | None] = {}
         """Of the step that was sent last to each target."""
         self._progress: dict[str, float] = {}
-        """When a target last began to have sequences, or answered with tokens."""
+        """When a healthy target last began to have sequences, or has answered rows."""
         self._bound = 0.0
         """The longest that a sequence was ever to wait voluntarily: it changes with the seconds of steps."""
 
@@ -85,7 +85,7 @@ class WatchedCore(SchedulerCore):
             case StepCompleted() if event.worker_id in self._workers:
                 self._unanswered[event.worker_id] -= 1
                 self._idle_since[event.worker_id] = now
-                if event.results:
+                if event.results and event.worker_id in self._progress:
                     self._progress[event.worker_id] = now
             case SequenceSubmitted():
                 request = event.request
@@ -94,6 +94,8 @@ class WatchedCore(SchedulerCore):
                 self._world.faults.poisons.submitted(request)
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
+        if isinstance(event, WorkerJoined | WorkerLost | WorkerDraining):
+            self._check_balance()
         for command in commands:
             if isinstance(command, EmitTokens):
                 self._lengths[command.sequence_id] += len(command.tokens)
@@ -176,16 +178,26 @@ class WatchedCore(SchedulerCore):
             if target.steps_in_flight and grant is not None and grant.draft_id == worker_id:
                 self._fail(f"lets {worker_id} go, which serves {target.worker_id}")
 
-    def check_progress(self, now: float) -> None:
-        """Of each target that has something to do."""
+    def check_progress(self, now: float, healthy: Container[str]) -> None:
+        """Of each healthy target that has something to do."""
         for target in self.snapshot().workers:
             name = target.worker_id
-            if target.role is Role.TARGET and not target.sequences:
+            if target.role is not Role.TARGET or not target.sequences or name not in healthy:
                 self._progress.pop(name, None)
-            elif target.role is Role.TARGET and name not in self._draining:
+            elif name not in self._draining:
                 since = self._progress.setdefault(name, now)
                 if now - since > _MOST_SECONDS_WITHOUT_PROGRESS:
                     self._fail(f"has heard nothing from {name} for {now - since:.3f} s, and it has sequences")
+
+    def _check_balance(self) -> None:
+        """Of draft workers, once some have come or gone, as far as targets can be divided among them."""
+        workers = self.snapshot().workers
+        drafts = [w.sequences for w in workers if w.role is Role.DRAFT and w.worker_id not in self._draining]
+        served = [w.sequences for w in workers if w.role is Role.TARGET]
+        if len(drafts) > 1 and served:
+            gap = max(drafts) - min(drafts)
+            if max(drafts) > 2 * min(drafts) + len(served) and gap > max(served) + len(served):
+                self._fail(f"has draft workers serve {drafts} sequences, targets have {served}")
 
     def _check_turns(self, newcomer: int | None = None) -> None:
         """Of sequences of one key, whoever has begun comes first by priority and age among those that have not. Those

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.drafting.inside_target import InsideDrafting
 from engine.drafting.model_drafting import ModelDrafting
-from engine.drafting.proposer import Lookup, Proposer, Proposers
+from engine.drafting.proposer import Asked, Lookup, Proposer, Proposers
 from engine.steps import Computing, ProposeRow, VerifyRow
 from protos import worker_pb2
 from services.worker.drafting.remote import RemoteProposer
@@ -161,7 +161,14 @@ class SimulatedTarget(SimulatedWorker):
                 worker.heed(request, reply)
                 return reply
 
-        proposer: Proposer = Proposers(lookup, draft)
+        class Timed(Proposers):
+            def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
+                began = worker.world.loop.now
+                taken = super().take(asked, wait_seconds)
+                worker.check_wait(worker.world.loop.now - began, wait_seconds)
+                return taken
+
+        proposer: Proposer = Timed(lookup, draft)
         self.executor = Watched(
             self.model,
             self.epoch,
@@ -204,6 +211,13 @@ class SimulatedTarget(SimulatedWorker):
         """Its own draft, behind the reply."""
         plan = self.plan
         self._spend(_draft_seconds(rows, plan.own_seconds, plan.own_row_seconds, plan.own_kv_seconds) * self._spread())
+
+    def check_wait(self, seconds: float, most: float) -> None:
+        """Of a step, for proposals."""
+        if seconds > most + 1e-6:
+            self.world.fail(
+                f"{self.plan.worker_id}: a step waits {seconds:.4f} s for proposals, wait_seconds is {most}"
+            )
 
     def heed(self, request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> None:
         world, worker_id = self.world, self.plan.worker_id
@@ -273,8 +287,9 @@ class SimulatedDraft(SimulatedWorker):
 
     def check_idle(self) -> str | None:
         used = self.plan.pages - self.model.pool.free_pages
-        if used and not self.server.sequences:
-            return f"{self.plan.worker_id} holds {used} pages, and no sequence"
+        # Where links broke, a target may tell it only with its next step which sequences are no more.
+        if (used and not self.server.sequences) or (self.server.sequences and not self.world.faults.struck):
+            return f"{self.plan.worker_id} holds {used} pages, and {self.server.sequences} sequences"
         return None
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from scheduler.messages import Role
 from tests.sim.audit.auditor import Auditor
-from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, HARMLESS_TO_TARGETS, Faults
+from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, HARMLESS_TO_OTHERS, HARMLESS_TO_TARGETS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
-from tests.sim.cell.plan import DRAFT_FAULTS, DRAFT_POISON, POISON, Fault, Plan, WorkerPlan
+from tests.sim.cell.plan import POISON, Fault, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.scheduler import CellSchedulers, SimulatedScheduler
@@ -80,9 +80,15 @@ class World:
         return bool(self.faults.struck.keys() - (HARMLESS_TO_TARGETS if role is Role.TARGET else HARMLESS_TO_LINKS))
 
     @property
-    def targets_are_well(self) -> bool:
-        """Whether nothing has happened yet but to draft workers."""
-        return not self.faults.struck.keys() - {*DRAFT_FAULTS, DRAFT_POISON}
+    def healthy(self) -> set[str]:
+        """Targets that nothing has happened to; none once something has that strikes links or schedulers."""
+        if self.faults.struck.keys() - HARMLESS_TO_OTHERS:
+            return set()
+        return {
+            worker_id
+            for worker_id, worker in self.workers.items()
+            if worker.slowness == 1.0 and worker.stalled_until < self.loop.now
+        }
 
     def may_lose(self, prompt: tuple[int, ...]) -> bool:
         """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
@@ -121,11 +127,10 @@ class World:
         watching.cancel()
 
     async def _watch_progress(self) -> None:
-        """Whatever becomes of drafts, targets go on."""
-        while self.targets_are_well:
+        """Whatever becomes of draft workers and other targets, targets go on."""
+        while healthy := self.healthy:
             for scheduler in self.current:
-                if scheduler.process.alive:
-                    scheduler.watched.check_progress(self.loop.now)
+                scheduler.watched.check_progress(self.loop.now, healthy)
             await asyncio.sleep(0.05)
 
     async def _settle(self) -> None:
