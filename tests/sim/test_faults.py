@@ -78,7 +78,7 @@ def test_drafts_that_serve_targets_break_no_rule() -> None:
 def test_whatever_strikes_drafts_stops_no_target(first: int) -> None:
     """No target is lost or waits, and no sequence fails: the world says so where it happens."""
     results = [run_schedule(seed, 100, DRAFT_FAULTS) for seed in range(first, first + 10)]
-    assert sum(result.served for result in results) > 300
+    assert sum(result.served for result in results) > 150
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ class Poisons:
         self._mended = False
         plan = world.plan
         poisons = (fault for fault in plan.faults if fault.kind in (POISON, DRAFT_POISON))
-        self._homes: dict[Prompt, set[Process]] = {plan.victim(fault).prompt: set() for fault in poisons}
-        """Targets that have computed the sequences that are poisons or will be, by the prompt."""
+        self._homes: dict[Prompt, set[tuple[Process, int]]] = {plan.victim(fault).prompt: set() for fault in poisons}
+        """Targets, and epochs of their schedulers, that have computed what is a poison or will be, by the prompt."""
         self._victims: dict[tuple[Prompt, Role], list[_Victim]] = defaultdict(list)
 
     def submitted(self, request: SequenceRequest) -> None:
@@ -65,7 +65,7 @@ class Poisons:
         for prompt in sorted(set(prompts) & self._homes.keys()):
             homes = self._homes[prompt]
             if role is Role.TARGET:
-                homes.add(worker.process)
+                homes.add((worker.process, worker.server.highest_epoch))
             fault = self.prompts.get(prompt)
             if fault is None or self._mended or (role is Role.TARGET and fault.kind == DRAFT_POISON):
                 continue
