@@ -23,14 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Times in seconds. A draft worker whose process leaves a ping of gRPC unanswered for `silence_timeout` is lost.
+    """Times in seconds. A draft worker that leaves a ping of gRPC unanswered for `silence_timeout` is lost. Until
+    then, steps hardly wait for it (patience.py).
 
     Pauses between attempts to reach it grow from `first_backoff` to `longest_backoff`. A first attempt of no more than
     `connect_timeout` does not count as a broken stream yet. At most `queued_requests` wait to be sent.
     """
 
     connect_timeout: float = 2.0
-    silence_timeout: float = 1.0
+    silence_timeout: float = 5.0
     first_backoff: float = 0.1
     longest_backoff: float = 5.0
     queued_requests: int = 32

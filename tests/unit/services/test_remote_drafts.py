@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -30,8 +31,8 @@ def healthy(request: draft_pb2.DraftRequest) -> Answered:
 
 
 @contextmanager
-def connected(drafter: ScriptedDrafter) -> Iterator[RemoteProposer]:
-    with closing(RemoteProposer(VOCABULARY, options=OPTIONS)) as proposer:
+def connected(drafter: ScriptedDrafter, options: StreamOptions = OPTIONS) -> Iterator[RemoteProposer]:
+    with closing(RemoteProposer(VOCABULARY, options=options)) as proposer:
         proposer.set_grant(drafter.grant())
         wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
         assert drafter.requests.get(timeout=LONG).opening.protocol_version == PROTOCOL_VERSION
@@ -280,21 +281,24 @@ def test_patience_runs_out_by_powers_of_two() -> None:
 
 def test_a_draft_that_reads_nothing_is_dropped_and_decoding_goes_on_plainly() -> None:
     hung = threading.Event()
-    sequences = [PlayedSequence(number, [1] * 20_000) for number in range(1, 4000)]
 
     def script(request: draft_pb2.DraftRequest) -> Answered:
         if request.sequence_ids:
             hung.wait()
         yield answer_of(request)
 
-    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(hung):
-        offered = 0
+    def long_sequence(sequence_id: int) -> PlayedSequence:
+        one = PlayedSequence(sequence_id, [1] * 100_000)
+        one.commit(1)
+        return one
+
+    options = replace(OPTIONS, queued_requests=2)
+    with ScriptedDrafter(script) as drafter, connected(drafter, options) as proposer, setting(hung):
+        offered: list[PlayedSequence] = []
         while proposer.connected:
-            sequences[offered].commit(1)
-            offer(proposer, [sequences[offered]], 2)
-            assert take(proposer, [sequences[offered]], 2, FOREVER) == [[]]
-            offered += 1
-        assert take(proposer, sequences[:offered], 2, FOREVER) == [[]] * offered
+            offered.append(long_sequence(len(offered)))
+            offer(proposer, offered[-1:], 2)
+            assert take(proposer, offered[-1:], 2, FOREVER) == [[]]
+        assert take(proposer, offered, 2, FOREVER) == [[]] * len(offered)
         hung.set()
-        sequences[-1].commit(1)
-        assert proposed_again(proposer, sequences[-1:]) == [[1, 1]]
+        assert proposed_again(proposer, [long_sequence(len(offered))]) == [[1, 1]]
