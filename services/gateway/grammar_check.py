@@ -2,7 +2,8 @@
 
 Each line of standard input is a JSON list of the kind, the text and the frame of a structure
 (services/gateway/structure.py); each line of standard output is a JSON object with the grammar's `definition`, with an
-`error`, with what of it is `too_costly`, or with how the check `failed`. The process ends with its standard input.
+`error`, with what of it is `too_costly`, or with how the check `failed`; and with the `cpu_seconds` that the check
+took. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
@@ -29,6 +31,8 @@ _STACK_BYTES = 1 << 20
 """For compiling one grammar, in which the library recurses without a limit. Half of what the smallest of a worker's
 threads has (2 MiB: Rust's, and glibc's where the system sets no limit), so that no grammar that passes here overflows
 a worker's stack."""
+_NICENESS = 10
+"""A check gets a tenth of a core where a worker's thread wants all of it, and a whole one where nobody does."""
 
 
 def definition(kind: str, text: str, frame: str = "") -> str:
@@ -74,7 +78,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: float) -> dict[str, str]:
+def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: float) -> dict[str, Any]:
     """From a copy of this process that has the tokens already, and takes what it allocates with it when it ends."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -91,7 +95,13 @@ def _answer(tokens: GrammarTokens | GrammarError, line: bytes, cpu_seconds: floa
     os.close(writing)
     with open(reading, encoding="utf-8") as answer:
         text = answer.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, used = os.wait4(child, 0)
+    answered = _read_answer(text, os.waitstatus_to_exitcode(status), cpu_seconds)
+    return {**answered, "cpu_seconds": used.ru_utime + used.ru_stime}
+
+
+def _read_answer(text: str, code: int, cpu_seconds: float) -> dict[str, str]:
+    """Of a check that wrote `text` and ended with `code`."""
     if code == -signal.SIGPROF:
         return {"too_costly": f"it takes more than {cpu_seconds:g} s of CPU time to compile"}
     if code == -signal.SIGABRT:
@@ -121,6 +131,7 @@ def _write_answer(tokens: GrammarTokens | GrammarError, line: bytes, writing: in
 
 def _limit(cpu_seconds: float) -> None:
     """For this process from now on."""
+    os.nice(_NICENESS)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

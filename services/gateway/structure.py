@@ -80,7 +80,8 @@ class Structure:
 class GrammarChecks:
     """Checks the structures that requests ask for, against the tokenizer of a model's folder.
 
-    API keys take turns: however many checks one key asks for, another key's waits for those under way alone.
+    API keys take turns: however many checks one key asks for, another key's waits for those under way alone. A key
+    whose check fails rests then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,29 +134,24 @@ class GrammarChecks:
         try:
             async with self._turns.place(account):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._checked, structure)
+                answer = await loop.run_in_executor(self._threads, self._answer, structure)
+                if "definition" not in answer:
+                    self._turns.rest_after_failure(account, answer["cpu_seconds"])
         except TooManyWaitError:
             message = f"{MAX_WAITING} constraints of this API key wait to be checked, no more may"
             raise RequestError(
                 ErrorKind.KEY_LIMIT, message, param=structure.param, code="rate_limit_exceeded"
             ) from None
+        return _definition(structure, answer)
 
-    def _checked(self, structure: Structure) -> str:
+    def _answer(self, structure: Structure) -> dict[str, Any]:
+        """As services/gateway/grammar_check.py writes it."""
         process = self._process()
         answer = self._ask(process, structure)
-        if answer is None or "failed" in answer:
-            code = f"exit code {process.wait()}" if answer is None else answer["failed"]
-            message = f"the check of {structure.param} ended with {code}"
-            raise RequestError(ErrorKind.FAILED, message, param=structure.param, code="internal")
+        if answer is None:
+            return {"failed": f"exit code {process.wait()}", "cpu_seconds": 0.0}
         self._idle.put(process)
-        for refused, code in (("too_costly", TOO_COSTLY), ("error", None)):
-            if refused in answer:
-                raise invalid(f"{structure.param} cannot be used: {answer[refused]}", structure.param, code)
-        definition: str = answer["definition"]
-        if len(definition) > MAX_GRAMMAR_BYTES:
-            limit = f"at most {MAX_GRAMMAR_BYTES}"
-            raise invalid(f"{structure.param} gives a grammar of {len(definition)} bytes, {limit}", structure.param)
-        return definition
+        return answer
 
     def _process(self) -> subprocess.Popen[bytes]:
         """One that is idle, or a new one."""
@@ -166,7 +162,7 @@ class GrammarChecks:
                 command = [sys.executable, "-P", "-m", "services.gateway.grammar_check", str(self._folder)]
                 command.append(str(CPU_SECONDS))
                 # Ctrl-C is for the gateway, whose end is theirs.
-                return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+                return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
             if process.poll() is None:
                 return process
 
@@ -181,6 +177,21 @@ class GrammarChecks:
             return None
         line = process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _definition(structure: Structure, answer: dict[str, Any]) -> str:
+    """Of a check's answer. Raises RequestError."""
+    if "failed" in answer:
+        message = f"the check of {structure.param} ended with {answer['failed']}"
+        raise RequestError(ErrorKind.FAILED, message, param=structure.param, code="internal")
+    for refused, code in (("too_costly", TOO_COSTLY), ("error", None)):
+        if refused in answer:
+            raise invalid(f"{structure.param} cannot be used: {answer[refused]}", structure.param, code)
+    definition: str = answer["definition"]
+    if len(definition) > MAX_GRAMMAR_BYTES:
+        limit = f"at most {MAX_GRAMMAR_BYTES}"
+        raise invalid(f"{structure.param} gives a grammar of {len(definition)} bytes, {limit}", structure.param)
+    return definition
 
 
 def _end(processes: SimpleQueue[subprocess.Popen[bytes]]) -> None:

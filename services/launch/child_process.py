@@ -110,8 +110,10 @@ class ChildProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **command.variables},
-                # Ctrl-C goes to the whole foreground group; the parent alone decides when its children stop.
-                start_new_session=True,
+                # Ctrl-C goes to the whole foreground group; the parent alone decides when its children stop. Not a
+                # session of its own: Linux can share cores equally among sessions (autogroup), and the many threads of
+                # a worker would together get as much as one of a gateway.
+                process_group=0,
             )
 
     async def _until_ready(self, process: asyncio.subprocess.Process) -> None:

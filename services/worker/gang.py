@@ -92,7 +92,7 @@ class Gang:
             [sys.executable, "-P", "-m", "services.worker.rank", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,
         )
 
 

@@ -4,10 +4,12 @@ scheduler."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -265,9 +268,19 @@ def test_replays_of_one_key_leave_the_queue_to_others(tmp_path: Path) -> None:
     asyncio.run(drive())
 
 
+def checks_that_give_way() -> int:
+    """How many processes check a constraint now, and leave the cores to others."""
+    own, count = os.nice(0), 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            is_check = "services.gateway.grammar_check" in process.cmdline()
+            count += is_check and process.nice() == min(own + 10, 19)
+    return count
+
+
 def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tmp_path: Path) -> None:
     """One key asks for a hundred checks that each take all the time that a check may. Of these few come before another
-    key's, and a request that waits behind them fails at its deadline."""
+    key's, and a request that waits behind them fails at its deadline. Workers come first on the cores."""
 
     async def drive() -> None:
         tokenizer = save_tokenizer(tmp_path)
@@ -287,7 +300,15 @@ def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tm
             # The processes begin, which takes a while.
             assert [one.status_code for one in await asyncio.gather(*(ask(GREEDY, f"a{n}") for n in "12"))] == [200] * 2
             answers.clear()
-            hostile = [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(100)]
+
+            def checked() -> int:
+                return sum(one.status_code == 400 for one in answers)
+
+            hostile = [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8)]
+            await until(lambda: checks_that_give_way() == 2)
+            assert (await ask(GREEDY, "[de]{2}", seconds=0.1)).status_code == 504
+            answers.clear()
+            hostile += [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8, 100)]
             await until(lambda: len(answers) >= 66)
             refused = [one for one in answers if one.status_code == 429]
             assert len(refused) >= 66 - 2
@@ -296,16 +317,9 @@ def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tm
             assert (error["param"], error["code"]) == ("structured_outputs", "rate_limit_exceeded")
             assert int(refused[0].headers["retry-after"]) >= 1
 
-            def checked() -> int:
-                return sum(one.status_code == 400 for one in answers)
-
             before = checked()
             assert (await ask(MODEST, "[bc]{2}")).status_code == 200
             assert checked() - before <= 8
-            before = checked()
-            await until(lambda: checked() > before)  # there is room for one more of this key
-            assert (await ask(GREEDY, "[de]{2}", seconds=0.1)).status_code == 504
-            assert checked() - before <= 10
             for one in hostile:
                 one.cancel()
             await asyncio.gather(*hostile, return_exceptions=True)

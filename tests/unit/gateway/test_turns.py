@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -86,6 +87,74 @@ def test_who_leaves_takes_no_turn() -> None:
         await given_back(turns, "e")
         async with turns.place("f"):
             pass
+
+    asyncio.run(drive())
+
+
+def stopped_clock() -> list[float]:
+    """The running event loop's, which shows the only entry."""
+    loop = asyncio.get_running_loop()
+    now = [loop.time()]
+    loop.time = lambda: now[0]  # type: ignore[method-assign]
+    return now
+
+
+async def turned_to(clock: list[float], seconds: float) -> None:
+    clock[0] = seconds
+    for _ in range(3):  # the timers, then whose turn comes
+        await asyncio.sleep(0)
+
+
+def test_a_key_whose_work_failed_rests_nine_times_as_long_as_that_took() -> None:
+    """In all, where several of its work fail at a time. Others get their places meanwhile."""
+
+    async def drive() -> None:
+        clock, turns = stopped_clock(), KeyTurns(2, 2)
+        tasks, came = await begun(turns, "aaaab")
+        start = clock[0]
+        for seconds in (0.5, 0.0, 1.5):
+            turns.rest_after_failure("a", seconds)
+        await given_back(turns, *"aa")
+        assert came == [*"aa", "b"]
+        await turned_to(clock, start + 17.5)
+        assert came == [*"aa", "b"]
+        await turned_to(clock, start + 18.5)
+        assert came == [*"aa", "b", "a"]
+        await given_back(turns, "b")
+        await asyncio.gather(*tasks)
+
+    asyncio.run(drive())
+
+
+def test_a_key_rests_after_what_failed_in_threads_and_only_then() -> None:
+    async def drive() -> None:
+        clock, threads, began = stopped_clock(), KeyedThreads(2), list[str]()
+
+        def work(name: str, fails: bool) -> float:
+            began.append(name)
+            start = time.thread_time()
+            while time.thread_time() - start < 0.02:
+                pass
+            if fails:
+                raise ValueError(name)
+            return time.thread_time() - start
+
+        async def asked(key: str, name: str, fails: bool = False) -> float:
+            note_key(key, b"")
+            return await threads.run(work, name, fails)
+
+        for name in ("first", "second"):
+            await asyncio.create_task(asked("one", name))
+        with pytest.raises(ValueError, match="third"):
+            await asyncio.create_task(asked("one", "third", fails=True))
+        waiting = asyncio.create_task(asked("one", "fourth"))
+        await asyncio.create_task(asked("other", "other"))
+        await turned_to(clock, clock[0] + 8.9 * 0.02)
+        await asyncio.create_task(asked("other", "another"))
+        assert began == ["first", "second", "third", "other", "another"]
+        await turned_to(clock, clock[0] + LONG)
+        await waiting
+        assert began[-1] == "fourth"
 
     asyncio.run(drive())
 
