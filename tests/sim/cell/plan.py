@@ -16,6 +16,7 @@ from tests.sim.cell.toy_grammar import draw_grammar
 LONGEST_PROMPT = 24
 MOST_TOKENS = 8
 LONGEST = LONGEST_PROMPT + MOST_TOKENS
+MOST_TOKENS_OF_LONG = 60
 
 DRAFT_FAULTS = (
     "draft crash",
@@ -218,6 +219,7 @@ def make_plan(
         *((("messages of", 0.1, _with_truncated_messages),) if kinds == FAULTS else ()),
         *((("prompts that kill in", 0.125, _with_poisons),) if kinds == FAULTS else ()),
         *((("prompts that kill drafts in", 0.1, _with_draft_poisons),) if kinds == FAULTS else ()),
+        ("long answers of", 0.2, _with_long_answers),
         ("windows of", 1 / 3, _with_windows),
         ("limits of", 0.125, _with_small_limits),
     ):
@@ -316,6 +318,19 @@ def _with_draft_poisons(plan: Plan, rng: random.Random) -> Plan:
         for _ in range(rng.randint(1, 2))
     ]
     return _adding(plan, faults)
+
+
+def _with_long_answers(plan: Plan, rng: random.Random) -> Plan:
+    """One of four answers is long, so that drafting has time to pay."""
+    longest = LONGEST_PROMPT + MOST_TOKENS_OF_LONG
+    requests = tuple(
+        replace(one, request=replace(one.request, max_tokens=rng.randint(MOST_TOKENS, MOST_TOKENS_OF_LONG)))
+        if one.request.max_tokens <= MOST_TOKENS and rng.random() < 0.25
+        else one
+        for one in plan.requests
+    )
+    workers = tuple(replace(worker, pages=-(-longest // LONGEST) * worker.pages) for worker in plan.workers)
+    return replace(plan, requests=requests, workers=workers, longest=longest)
 
 
 def _with_windows(plan: Plan, rng: random.Random) -> Plan:
