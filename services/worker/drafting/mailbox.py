@@ -23,7 +23,7 @@ class RemoteSequence:
 
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
     `tokens` are what is proposed. `met`: the draft has proposed for the sequence on this stream, so that steps wait for
-    the next time. `deaths` counts streams that broke in a row while an answer was due.
+    the next time. `deaths` counts streams that broke in a row while an answer was due, if only to say that KV is there.
     """
 
     sent: int = 0
@@ -36,7 +36,7 @@ class RemoteSequence:
     refused: bool = False
 
     def ask(self, digest: int, most: int) -> None:
-        self.asked, self.most, self.answered, self.tokens = digest, most, most == 0, ()
+        self.asked, self.most, self.answered, self.tokens = digest, most, False, ()
 
     def take_in(self, answer: Answer) -> None:
         """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
@@ -47,8 +47,9 @@ class RemoteSequence:
             raise BadMessageError(
                 f"counts holds {len(answer.tokens)} for sequence {answer.sequence_id}, must be at most {self.most}"
             )
+        self.answered = True
         if self.most:
-            self.answered, self.tokens, self.met, self.deaths = True, answer.tokens, True, 0
+            self.tokens, self.met, self.deaths = answer.tokens, True, 0
 
     def forget_stream(self) -> None:
         """The draft of the next stream knows nothing of the sequence."""

@@ -68,6 +68,7 @@ class WatchedCore(SchedulerCore):
         """The longest that a sequence was ever to wait voluntarily: it changes with the seconds of steps."""
 
     def apply(self, event: Event, now: float) -> list[Command]:
+        drafts = self._drafts()
         match event:
             case WorkerLost():
                 lost = self._workers.pop(event.worker_id, None)
@@ -94,7 +95,7 @@ class WatchedCore(SchedulerCore):
                 self._world.faults.poisons.submitted(request)
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
-        if isinstance(event, WorkerJoined | WorkerLost | WorkerDraining):
+        if drafts != self._drafts():
             self._check_balance()
         for command in commands:
             if isinstance(command, EmitTokens):
@@ -156,17 +157,21 @@ class WatchedCore(SchedulerCore):
             if is_broken:
                 self._fail(f"sends {step.worker_id} step {step.step_id}, which {rule}")
 
+    def _drafts(self) -> set[str]:
+        """Draft workers that stay."""
+        return {name for name, spec in self._workers.items() if spec.role is Role.DRAFT} - self._draining
+
     def _check_grant(self, step: SendStep) -> None:
         """A target that proposes nothing itself has a draft worker where there is one."""
-        drafts = {name for name, spec in self._workers.items() if spec.role is Role.DRAFT}
+        drafts = self._drafts()
         grant, before = step.grant, self._grants.get(step.worker_id)
         self._grants[step.worker_id] = grant
         what = f"sends {step.worker_id} step {step.step_id} with {grant}"
         if grant is None:
-            if drafts - self._draining and not self._workers[step.worker_id].own_draft_id:
-                self._fail(f"{what}, drafts are {sorted(drafts - self._draining)}")
-        elif grant.draft_id not in drafts - self._draining:
-            self._fail(f"{what}, drafts are {sorted(drafts - self._draining)}")
+            if drafts and not self._workers[step.worker_id].own_draft_id:
+                self._fail(f"{what}, drafts are {sorted(drafts)}")
+        elif grant.draft_id not in drafts:
+            self._fail(f"{what}, drafts are {sorted(drafts)}")
         elif before is not None and before != grant and before.number >= grant.number:
             self._fail(f"{what}, after {before}")
 
@@ -191,8 +196,8 @@ class WatchedCore(SchedulerCore):
 
     def _check_balance(self) -> None:
         """Of draft workers, once some have come or gone, as far as targets can be divided among them."""
-        workers = self.snapshot().workers
-        drafts = [w.sequences for w in workers if w.role is Role.DRAFT and w.worker_id not in self._draining]
+        workers, able = self.snapshot().workers, self._drafts()
+        drafts = [w.sequences for w in workers if w.worker_id in able]
         served = [w.sequences for w in workers if w.role is Role.TARGET]
         if len(drafts) > 1 and served:
             gap = max(drafts) - min(drafts)

@@ -123,21 +123,19 @@ def test_refused_sequences_are_asked_for_no_more() -> None:
         assert take(proposer, sequences, 2, FOREVER) == [[], [1, 1]]
 
 
-def test_sequences_over_which_two_streams_broke_are_refused() -> None:
-    """By drafts that die of sequence 1, and had answered for others."""
+def dying_of_one(request: draft_pb2.DraftRequest) -> Answered:
+    if 1 in request.sequence_ids:
+        raise RuntimeError("the draft dies")
+    yield answer_of(request)
 
-    def script(request: draft_pb2.DraftRequest) -> Answered:
-        yield answer_of(request, lambda sequence_id, most: () if sequence_id == 1 else (1,) * most)
-        if 1 in request.sequence_ids:
-            raise RuntimeError("the draft dies")
 
-    def dying(request: draft_pb2.DraftRequest) -> Answered:
-        if 1 in request.sequence_ids:
-            raise RuntimeError("the draft dies")
-        yield answer_of(request)
-
+@pytest.mark.parametrize("reading", [False, True])
+def test_sequences_over_which_two_streams_broke_are_refused(reading: bool) -> None:
+    """Whether drafts die while they propose, or while they read the prompt of sequence 1."""
     deadly, other = played(1, 2)
-    with ScriptedDrafter(dying) as drafter, connected(drafter) as proposer:
+    if reading:
+        deadly = PlayedSequence(1, [1, 2, 3])
+    with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
         for _ in range(2):
             wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
             offer(proposer, [deadly], 2)
@@ -146,14 +144,17 @@ def test_sequences_over_which_two_streams_broke_are_refused() -> None:
         wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
         offer(proposer, [deadly, other], 2)
         assert proposed(proposer, [other]) == [[1, 1]]
-    # The answer to a request between two deaths clears a sequence.
+
+
+def test_proposal_between_two_deaths_clears_a_sequence() -> None:
+    (deadly,) = played(1)
     with ScriptedDrafter(healthy) as drafter, connected(drafter) as proposer:
         for _ in range(3):
             wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
             drafter.script = healthy
             offer(proposer, [deadly], 2)
             assert proposed(proposer, [deadly]) == [[1, 1]]
-            drafter.script = dying
+            drafter.script = dying_of_one
             deadly.commit(5)
             offer(proposer, [deadly], 2)
             wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
