@@ -18,8 +18,8 @@ class Choice:
     """What the sequences of a target draft: `length` tokens each.
 
     `rate` is the expected tokens per second, `gain` times that of plain decoding. A step that waits for its proposals
-    for more than `wait` seconds yields less than a plain one would; with length 0, a step with one proposed token that
-    is sure to be accepted.
+    for more than `wait` seconds yields less than a plain one would; with length 0, a step with a probe, of which one in
+    two is accepted.
     """
 
     length: int
@@ -102,7 +102,7 @@ def choose(cycle: Cycle, chances: list[float], share: float, in_time: float, bef
     plain = cycle.count / plain_seconds
     choice = Choice(0, plain, 1.0, 0.0)
     # To begin, drafting must promise more than one observation can change an estimate by.
-    best, accepted_of_best = plain if before and before.length else plain / FORGET, 1.0
+    best, accepted_of_best = plain if before and before.length else plain / FORGET, 0.5
     for length, chance in enumerate(accumulate(accumulate(chances, mul)) if share else (), 1):
         accepted = share * chance
         rate = cycle.count * (1 + in_time * accepted) / cycle.seconds(length, share * length)
