@@ -76,7 +76,7 @@ class Poisons:
             kills, most = sum(not one.excused for one in victims), MAX_KILLS * self._submissions[prompt]
             if role is Role.DRAFT:
                 # Each target must find out for itself.
-                most = MAX_KILLS * len(homes)
+                most *= len(homes)
             if kills > most:
                 self._world.fail(f"{prompt} has killed {kills} {worker.plan.role.value} workers, {most} may go")
             self._world.loop.call_soon(self._world.stop_worker, worker, fault.seconds)

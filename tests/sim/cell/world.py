@@ -80,10 +80,13 @@ class World:
         return bool(self.faults.struck.keys() - (HARMLESS_TO_TARGETS if role is Role.TARGET else HARMLESS_TO_LINKS))
 
     @property
+    def links_are_well(self) -> bool:
+        """Whether nothing has happened yet that strikes targets which it does not pick."""
+        return not self.faults.struck.keys() - HARMLESS_TO_OTHERS
+
+    @property
     def healthy(self) -> set[str]:
-        """Targets that nothing has happened to; none once something has that strikes links or schedulers."""
-        if self.faults.struck.keys() - HARMLESS_TO_OTHERS:
-            return set()
+        """Workers that no fault has slowed or stalled."""
         return {
             worker_id
             for worker_id, worker in self.workers.items()
@@ -128,9 +131,9 @@ class World:
 
     async def _watch_progress(self) -> None:
         """Whatever becomes of draft workers and other targets, targets go on."""
-        while healthy := self.healthy:
+        while self.links_are_well:
             for scheduler in self.current:
-                scheduler.watched.check_progress(self.loop.now, healthy)
+                scheduler.watched.check_progress(self.loop.now, self.healthy)
             await asyncio.sleep(0.05)
 
     async def _settle(self) -> None:
