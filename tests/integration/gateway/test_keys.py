@@ -210,7 +210,7 @@ def test_a_key_without_a_name_cannot_fill_the_queue_of_another(tmp_path: Path) -
 
     async def drive() -> None:
         tokenizer, watched = save_tokenizer(tmp_path), WatchedEngine()
-        config = SchedulerConfig(policy=Policy.RAGGED, max_running=2, max_queued_sequences=8)
+        config = SchedulerConfig(policy=Policy.RAGGED, max_running=1, max_queued_sequences=8)
         async with (
             running_cell(config=config, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
             running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
@@ -222,11 +222,11 @@ def test_a_key_without_a_name_cannot_fill_the_queue_of_another(tmp_path: Path) -
 
             watched.watch(cell.workers[1].executor)
             watched.gate.close()
-            held = [asyncio.create_task(ask(GREEDY, 5)) for _ in range(2)]
-            await until(lambda: cell.live_sequences == 10)
+            held = [asyncio.create_task(ask(GREEDY, n)) for n in (5, 4)]
+            await until(lambda: cell.live_sequences == 9)
             assert (await ask(GREEDY, 1)).status == 429
             held += [asyncio.create_task(ask(MODEST, 2)) for _ in range(2)]
-            await until(lambda: cell.live_sequences == 14)
+            await until(lambda: cell.live_sequences == 13)
             assert (await ask(MODEST, 1)).status == 429
             watched.gate.open()
             assert [(await one).status for one in held] == [200] * 4
