@@ -82,13 +82,15 @@ class Batcher:
     def add(self, stream: TargetStream, step: VerdictsOfStep) -> None:
         self._loop = asyncio.get_running_loop()
         with self._lock:
-            stream.arrived.append(step)
-            self._arrived[stream] = None
-            self._schedule()
+            if not stream.closed:
+                stream.arrived.append(step)
+                self._arrived[stream] = None
+                self._schedule()
 
     def close(self, stream: TargetStream) -> None:
         """Frees what the stream's sequences hold."""
         with self._lock:
+            stream.closed = True
             stream.arrived.clear()
             self._ended.append(stream)
             self._schedule()

@@ -84,6 +84,13 @@ class DraftServer(BaseWorkerServer):
         super().add_to(server)
         draft_pb2_grpc.add_DrafterServicer_to_server(self._drafter, server)
 
+    async def start(self) -> str:
+        address = await super().start()
+        if not self._security.tls:
+            # With TLS, all goes by gRPC: Python's TLS sockets must not be read and written to at the same time.
+            await self._drafter.listen(self._host)
+        return address
+
     async def stop(self, grace_seconds: float) -> None:
         self.refuse_new()
         await super().stop(grace_seconds)

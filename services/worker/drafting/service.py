@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -13,6 +14,8 @@ import grpc.aio
 from protos import draft_pb2, draft_pb2_grpc, worker_pb2
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from services.worker.drafting.batcher import Batcher
+from services.worker.drafting.frame_listener import FrameListener
+from services.worker.drafting.frames import FRAMES_METADATA_KEY, frame_of
 from services.worker.drafting.limits import MAX_STREAMS, BadMessageError, check_at_most
 from services.worker.drafting.messages import verdicts_from_wire
 from services.worker.drafting.target_stream import TargetStream
@@ -37,7 +40,13 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._grants: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._frames: FrameListener | None = None
         self.draining = False
+
+    async def listen(self, host: str) -> None:
+        """Offers connections for frames to targets from now on. Raises OSError."""
+        self._frames = FrameListener(self._take)
+        await self._frames.start(host)
 
     @property
     def streams(self) -> int:
@@ -48,6 +57,8 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self.draining = True
         for stream in self._streams.values():
             stream.end(BadMessageError("the draft worker is leaving", "UNAVAILABLE"))
+        if self._frames is not None:
+            self._frames.stop()
 
     async def wait_empty(self) -> None:
         """Waits until no target has a stream."""
@@ -62,9 +73,15 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             await context.abort(grpc.StatusCode[error.code], str(error))
         reader = asyncio.create_task(self._read(request_iterator, stream))
         try:
-            await context.send_initial_metadata(())
+            offered = () if self._frames is None else ((FRAMES_METADATA_KEY, self._frames.offer(stream)),)
+            await context.send_initial_metadata(offered)
             while (proposals := await stream.answer()) is not None:
-                yield proposals
+                if stream.frames is None:
+                    yield proposals
+                else:
+                    stream.frames.write(frame_of(proposals))
+                    with suppress(ConnectionError):  # whoever reads from it ends the stream
+                        await stream.frames.drain()
             if stream.refusal is not None:
                 logger.warning("target %s gets no more proposals: %s", stream.target_id, stream.refusal)
                 await context.abort(grpc.StatusCode[stream.refusal.code], str(stream.refusal))
@@ -74,6 +91,8 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         finally:
             reader.cancel()
             self._batcher.close(stream)
+            if self._frames is not None:
+                self._frames.withdraw(stream)
             if self._streams.get(stream.target_id) is stream:
                 del self._streams[stream.target_id]
             if not self._streams:
@@ -130,11 +149,15 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         """Until the target ends its stream. Raises what reading it raises."""
         try:
             async for request in requests:
-                if request.HasField("opening"):
-                    raise BadMessageError("opening came again, must be in the first message of a stream only")
-                self._batcher.add(stream, verdicts_from_wire(request, self._vocabulary_size))
+                self._take(stream, request)
                 await stream.room()
         except BadMessageError as error:
             stream.end(error)
         finally:
             stream.end(None)
+
+    def _take(self, stream: TargetStream, request: draft_pb2.DraftRequest) -> None:
+        """Raises BadMessageError."""
+        if request.HasField("opening"):
+            raise BadMessageError("opening came again, must be in the first message of a stream only")
+        self._batcher.add(stream, verdicts_from_wire(request, self._vocabulary_size))

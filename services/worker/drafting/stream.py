@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 
@@ -17,6 +18,7 @@ from services.rpc.backoff import require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import reason_of
 from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.worker.drafting.frames import FRAMES_METADATA_KEY, FrameConnection
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class DraftStream:
         self._began = time.monotonic()
         self._outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
         self._call: grpc.Call | None = None
+        self._frames: FrameConnection | None = None
         self._dropped = self._reason = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"draft-grant-{grant.number}", daemon=True)
@@ -86,8 +89,11 @@ class DraftStream:
 
     def send(self, request: draft_pb2.DraftRequest) -> None:
         """Queues a request; breaks the stream where too many wait already."""
-        if (waiting := self._outgoing.qsize()) < self._options.queued_requests:
-            self._outgoing.put(request)
+        frames = self._frames
+        waiting = self._outgoing.qsize() if frames is None else frames.unsent
+        if waiting < self._options.queued_requests:
+            send = self._outgoing.put if frames is None else frames.send
+            send(request)
         else:
             self._break(f"{waiting} requests wait to be sent, must be at most {self._options.queued_requests}")
 
@@ -134,20 +140,46 @@ class DraftStream:
         with self._security.open_blocking_channel(self._grant.address, self._options.silence_timeout) as channel:
             stub = draft_pb2_grpc.DrafterStub(channel)
             call = stub.Propose(iter(outgoing.get, None), metadata=self._security.metadata)
+            frames: FrameConnection | None = None
             try:
                 self._outgoing, self._call = outgoing, call
                 if self._closed.is_set():
                     return
                 # It comes once the draft worker has let the target in.
-                call.initial_metadata()
+                frames = self._frames = self._connection(call)
                 if call.is_active():
                     self._reason = ""
                     self._listener.stream_opened(self)
                     logger.info("the draft worker at %s proposes", self._grant.address)
-                for proposals in call:
+                for proposals in call if frames is None else frames.messages():
                     self._listener.proposals_came(self, proposals)
                     yield
+                if frames is not None:
+                    _raise_end_of(call, self._options.connect_timeout)
             finally:
-                self._call = None
+                self._call = self._frames = None
                 call.cancel()
                 outgoing.put(None)
+                if frames is not None:
+                    frames.release()
+
+    def _connection(self, call: grpc.Call) -> FrameConnection | None:
+        """For the messages of a call, where the draft worker offers one and can be reached so."""
+        offered = dict(call.initial_metadata() or ()).get(FRAMES_METADATA_KEY)
+        if not isinstance(offered, str):
+            return None
+        try:
+            frames = FrameConnection(self._grant.address, offered, self._options.connect_timeout)
+        except (OSError, ValueError) as error:
+            logger.warning("the draft worker at %s is spoken to by gRPC alone: %s", self._grant.address, error)
+            return None
+        if not call.add_callback(frames.close):
+            frames.close()
+        return frames
+
+
+def _raise_end_of(call: grpc.Future[object], seconds: float) -> NoReturn:
+    """Says why a call ends whose frames have ended."""
+    with suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+        call.result(seconds)
+    raise ConnectionError("the connection of its frames has ended")

@@ -48,7 +48,10 @@ class TargetStream:
     answers: asyncio.Queue[draft_pb2.Proposals | None] = field(default_factory=asyncio.Queue)
     sequences: dict[int, DraftedSequence] = field(default_factory=dict)
     round: int = 0
+    closed: bool = False
     refusal: BadMessageError | None = None
+    frames: asyncio.StreamWriter | None = None
+    """Where answers go, instead of the call of gRPC."""
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, refusal: BadMessageError | None) -> None:

@@ -1,0 +1,81 @@
+"""Where a draft worker takes the connections for frames of targets that gRPC has let in."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from protos import draft_pb2
+from services.worker.drafting.frames import SECRET_BYTES, WELCOME, size_of
+from services.worker.drafting.limits import BadMessageError
+from services.worker.drafting.target_stream import TargetStream
+
+_SECRET_SECONDS = 5.0
+
+Take = Callable[[TargetStream, draft_pb2.DraftRequest], None]
+"""Takes in a request. Raises BadMessageError."""
+
+
+class FrameListener:
+    """A connection is its stream's once it has sent the stream's secret, which counts once; any other is closed."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._server: asyncio.Server | None = None
+        self._offered: dict[bytes, TargetStream] = {}
+        self._port = 0
+
+    async def start(self, host: str) -> None:
+        """Raises OSError."""
+        self._server = await asyncio.start_server(self._connected, host, 0)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def offer(self, stream: TargetStream) -> str:
+        """What the target must know to connect."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._offered[secret] = stream
+        return f"{self._port} {secret.hex()}"
+
+    def withdraw(self, stream: TargetStream) -> None:
+        """The stream has ended."""
+        self._offered = {secret: one for secret, one in self._offered.items() if one is not stream}
+        if stream.frames is not None:
+            stream.frames.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_SECRET_SECONDS):
+                stream = self._offered.pop(await reader.readexactly(SECRET_BYTES), None)
+            if stream is None:
+                return
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.frames = writer
+            writer.write(WELCOME)
+            await self._read(reader, stream)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, stream: TargetStream) -> None:
+        """Raises IncompleteReadError at the end."""
+        refusal = BadMessageError("the connection of the target's frames has ended", "UNAVAILABLE")
+        try:
+            while True:
+                data = await reader.readexactly(size_of(await reader.readexactly(4)))
+                self._take(stream, draft_pb2.DraftRequest.FromString(data))
+                await stream.room()
+        except BadMessageError as error:
+            refusal = error
+        except DecodeError as error:
+            refusal = BadMessageError(f"the message cannot be read: {error}")
+        finally:
+            stream.end(refusal)
