@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.description import EngineDescription
-from engine.drafting.proposer import Proposers
+from engine.drafting.proposer import LocalProposer, Proposers
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
@@ -102,7 +102,9 @@ class StandInEngine:
         unlucky: bool = True,
         exact: bool = True,
         processor: str = "any",
+        guesses: bool = False,
     ) -> None:
+        """`guesses`: the target proposes itself."""
         self.pool = PagePool(pages, page_size)
         self.device_lost = False
         self.steps = 0
@@ -121,6 +123,7 @@ class StandInEngine:
             max_sequence_length=MAX_LENGTH,
             max_num_batched_tokens=256,
             threads=threads,
+            own_draft_id="guesses" if guesses else "",
         )
         self._stored = [[0] * page_size for _ in range(pages)]
         self.kv_store = TokenStore(self._stored, page_size, model_id)
@@ -191,10 +194,23 @@ class StandInEngine:
         return [token for page in table.pages for token in self._stored[page]][: table.length]
 
 
+class Guesses(LocalProposer):
+    """What the draft model proposes, inside the target: always in time."""
+
+    def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
+            known = [*row.history, *outcome.tokens[-1:]]
+            length = len(known)
+            for _ in range(row.draft_length if outcome.tokens else 0):
+                known.append(guess(known))
+            row.drafting.keep(digest, known[length:])
+
+
 def target_executor(engine: Any, remote: RemoteProposer | None = None) -> StepExecutor:
     """Of a target with this engine, which asks the draft workers that it is granted, or nobody."""
     store = getattr(engine, "kv_store", None)
-    return StepExecutor(engine, kv_store=store, proposer=Proposers(draft=remote), remote=remote)
+    draft = Guesses() if engine.description.own_draft_id else remote
+    return StepExecutor(engine, kv_store=store, proposer=Proposers(draft=draft), remote=remote)
 
 
 def load(arguments: WorkerArguments, progress: Progress) -> Serve:
