@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -30,6 +32,8 @@ from services.launch.launcher import WorkerLaunch, WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.worker.drafting import service
+from services.worker.drafting.frame_listener import FrameListener
+from services.worker.drafting.frames import FRAMES_METADATA_KEY, SECRET_BYTES, WELCOME, frame_of
 from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_FRAME_BYTES, MAX_SEQUENCES
 from services.worker.drafting.remote import RemoteProposer
 from tests.support.certificates import issue
@@ -546,6 +550,94 @@ def test_no_request_hurts_the_draft_or_other_targets(running: RunningDraft, fold
         assert report is not None
         assert report.connected
         assert report.refused == ()
+
+
+def frames_of(target: RawTarget) -> tuple[socket.socket, bytes]:
+    """A connection to where the draft worker wants the target's frames, and the secret that it wants first."""
+    offered = dict(target.answers.initial_metadata())[FRAMES_METADATA_KEY]
+    port, secret = offered.split()
+    connection = socket.create_connection(("127.0.0.1", int(port)), LONG)
+    return connection, bytes.fromhex(secret)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Waits for the draft worker to close it."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_only_streams_that_were_let_in_have_connections_for_frames(running: RunningDraft) -> None:
+    draw = random.Random(9)
+    with closing(RawTarget(running.address, opening(running.grant(target_id="frames")))) as target:
+        connection, secret = frames_of(target)
+        with connection:
+            connection.sendall(draw.randbytes(SECRET_BYTES))
+            assert ended(connection)
+        connection, _ = frames_of(target)
+        with connection:
+            connection.sendall(secret)
+            assert connection.recv(4, socket.MSG_WAITALL) == WELCOME
+            # It counts once.
+            again, _ = frames_of(target)
+            with again:
+                again.sendall(secret)
+                assert ended(again)
+            connection.sendall(frame_of(verdict([1, 2])))
+            size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+            answer = draft_pb2.Proposals.FromString(connection.recv(size, socket.MSG_WAITALL))
+            assert list(answer.counts) == [2]
+        assert target.end()[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_no_frame_hurts_the_draft_or_other_targets(running: RunningDraft, folder: Path) -> None:
+    draw = random.Random(10)
+    invalid, exhausted = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+    cases = [
+        (frame_of(opening(running.grant(target_id="frames"))), {invalid}),
+        (frame_of(verdict([1, VOCABULARY])), {invalid}),
+        ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), {exhausted}),
+        *(
+            (len(data).to_bytes(4, "big") + data, {invalid, grpc.StatusCode.UNAVAILABLE})
+            for data in (draw.randbytes(draw.randint(1, 60)) for _ in range(50))
+        ),
+        *((draw.randbytes(60), {invalid, exhausted, grpc.StatusCode.UNAVAILABLE}) for _ in range(50)),
+    ]
+    for data, codes in cases:
+        with closing(RawTarget(running.address, opening(running.grant(target_id="frames")))) as target:
+            connection, secret = frames_of(target)
+            with connection:
+                connection.sendall(secret + data)
+                connection.shutdown(socket.SHUT_WR)
+                assert target.end()[0] in codes
+                while connection.recv(1 << 16):
+                    pass
+    one = PlayedSequence(1, [3, 4])
+    one.commit(5)
+    with closing(RemoteProposer(VOCABULARY)) as proposer:
+        proposer.set_grant(running.grant(target_id="healthy"))
+        connected(proposer)
+        offer(proposer, [one], 2)
+        assert proposed(proposer, [one], 2) == [Oracle(folder).proposal(one, 2)]
+
+
+def test_frames_that_do_not_get_through_go_by_grpc(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a network policy knows one port only."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(FrameListener, "offer", lambda self, stream: f"{port} {'00' * SECRET_BYTES}")
+    draw, oracle, sequences = random.Random(11), Oracle(folder), random_sequences(11, 3)
+    with closing(RemoteProposer(VOCABULARY)) as proposer, running_draft(lambda: load(folder)) as draft:
+        proposer.set_grant(draft.grant())
+        connected(proposer)
+        assert "by gRPC alone" in caplog.text
+        for _ in range(3):
+            for one in sequences:
+                one.commit(draw.randrange(VOCABULARY))
+            offer(proposer, sequences, 2)
+            assert proposed(proposer, sequences, 2) == [oracle.proposal(one, 2) for one in sequences]
 
 
 @pytest.mark.slow
