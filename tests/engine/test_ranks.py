@@ -72,21 +72,27 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield Gang(engine, executor_of(engine, drafting, worker_epoch=1, prefix_cache=False), target)
 
 
-def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_length: int) -> dict[int, Output]:
+def run(
+    target: StepExecutor, temperature: float, policy: Policy, batch_size: int, draft_length: int
+) -> dict[int, Output]:
     config = SchedulerConfig(batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=16)
     requests = requests_of(PROMPTS, MAX_TOKENS, (temperature,))
-    return run_in_process(config, {"target": gang.target}, requests)
+    return run_in_process(config, {"target": target}, requests)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_speculation_gives_the_bits_of_plain_decoding(gang: Gang, temperature: float) -> None:
-    plain = run(gang, temperature, Policy.RAGGED, 1, 0)
-    for policy in (Policy.RAGGED, Policy.EXSPEC):
-        outputs = run(gang, temperature, policy, 4, 4)
+    plain = run(gang.target, temperature, Policy.RAGGED, 1, 0)
+    looking_up = executor_of(gang.engine, lookup_match=1, worker_epoch=1, prefix_cache=False)
+    for target, policy in ((gang.target, Policy.RAGGED), (gang.target, Policy.EXSPEC), (looking_up, Policy.RAGGED)):
+        outputs = run(target, temperature, policy, 4, 4)
         for index, output in outputs.items():
             assert output.tokens == plain[index].tokens
             assert output.logits_digests == plain[index].logits_digests
-        assert sum(accepted for output in outputs.values() for _, accepted in output.rounds) > 0
+        drafted, accepted = (sum(each[at] for one in outputs.values() for each in one.rounds) for at in (0, 1))
+        assert drafted > 0
+        # Random weights seldom write what they wrote before.
+        assert accepted > 0 or target is looking_up
     described = gang.engine.description
     if (described.dtype, described.quantization, temperature) == ("float32", "none", 0):
         model = AutoModelForCausalLM.from_pretrained(gang.folder, dtype=torch.float32)
