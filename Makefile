@@ -11,7 +11,7 @@
 #
 # PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
 # (for instance an index of wheels for another CUDA version), TESTS what is run instead of all,
-# SERVE further options for `spool serve`, SIM for the simulation (--first SEED, --sequences).
+# SERVE further options for `spool serve`, SIM for the simulation (--first SEED, --sequences, --served, --kinds).
 
 PYTHON ?= python3
 TORCH_OPTIONS ?=

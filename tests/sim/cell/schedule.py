@@ -19,6 +19,7 @@ import pytest
 from services.scheduler import server
 from services.scheduler.workers import worker_set
 from services.worker.drafting import batcher, mailbox, stream
+from services.worker.drafting.service import DrafterService
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.rpc.network import Listener
 from tests.sim.cell.virtual_threads import BlockingThread, Threads, VirtualCondition, VirtualEvent, VirtualQueue
@@ -83,7 +84,12 @@ def _quiet(loop: VirtualLoop, threads: Threads) -> Iterator[None]:
         for module in (mailbox, stream):
             patch.setattr(module, "threading", blocking)
         patch.setattr(stream, "SimpleQueue", partial(VirtualQueue, threads))
+        patch.setattr(DrafterService, "listen", _listen_to_grpc_alone)
         yield
+
+
+async def _listen_to_grpc_alone(_service: DrafterService, _host: str) -> None:
+    """There are no sockets here."""
 
 
 def run_schedule(
