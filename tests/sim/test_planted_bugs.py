@@ -243,7 +243,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (token_ids_of_proposals_are_believed, 57, ("proposals corrupted",), "audit: .*verifies .* that there are"),
         (steps_wait_as_long_as_it_takes, 0, ("draft hangs",), "a step waits"),
         (scheduler_lets_steps_wait_for_long, 0, (), "may wait for a draft worker too long"),
-        (every_grant_holds, 16, ("draft crash",), "audit: .*whose grant is for epoch"),
+        (every_grant_holds, 18, ("draft crash",), "audit: .*whose grant is for epoch"),
         (draft_keeps_its_targets_while_it_drains, 0, ("draft leaves",), "with DraftGrant.*drafts are"),
         (draft_inside_keeps_what_has_ended, 0, (), "the draft of target. holds"),
         (page_keeps_its_key_when_it_is_written_to, 0, (), "must get|has a key"),

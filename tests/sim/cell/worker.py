@@ -53,6 +53,8 @@ class SimulatedWorker(ABC):
         self.process = Process(world.network, plan.worker_id)
         self.slowness = 1.0
         self.stalled_until = 0.0
+        self.computing_until = 0.0
+        """When what was begun last ends."""
         self.leaving = False
         self.thread = VirtualThread(world.network.threads, self.process)
         self.arrived = 0.0
@@ -111,8 +113,9 @@ class SimulatedWorker(ABC):
 
     def _spend(self, seconds: float) -> None:
         """On the thread that computes: time passes."""
-        stalled = self.stalled_until - self.world.loop.now
-        self.thread.pause(max(seconds * self.slowness, stalled))
+        seconds = max(seconds * self.slowness, self.stalled_until - self.world.loop.now)
+        self.computing_until = self.world.loop.now + seconds
+        self.thread.pause(seconds)
 
     @abstractmethod
     def _computes(self, rows: Sequence[AnyRow]) -> None:

@@ -24,6 +24,9 @@ MOST_SECONDS = 30.0
 MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
 
+_LONGEST_STEP = 0.1
+"""Seconds that no step takes, unless the worker stalls."""
+
 AUDIT_EVERY = 2
 """One schedule in so many is audited, which takes a sixth longer; 0: none. None with several cells is: the auditor
 follows a sequence by its number, which is another one in each cell."""
@@ -86,11 +89,12 @@ class World:
 
     @property
     def healthy(self) -> set[str]:
-        """Workers that no fault has slowed or stalled."""
+        """Workers that no fault has slowed or stalled, and that compute nothing of long ago."""
+        now = self.loop.now
         return {
             worker_id
             for worker_id, worker in self.workers.items()
-            if worker.slowness == 1.0 and worker.stalled_until < self.loop.now
+            if worker.slowness == 1.0 and worker.stalled_until < now and worker.computing_until < now + _LONGEST_STEP
         }
 
     def may_lose(self, prompt: tuple[int, ...]) -> bool:
