@@ -76,7 +76,7 @@ def test_a_task_that_dies_is_begun_anew_or_health_tells() -> None:
         assert healthy(cell, backend)
 
     in_a_cell(look)
-    assert len(names) == 10
+    assert len(names) == 11
     told = 0
     for name in names:
 
