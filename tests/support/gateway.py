@@ -166,8 +166,8 @@ class Gateways:
 
 
 def stand_in_gateways(folder: Path, config: SchedulerConfig | None = None, **worker: Any) -> Gateways:
-    """Over a target whose output is known beforehand, and which drafts itself, beside an idle draft worker. `worker` are
-    the stand-in's settings."""
+    """Over a target whose output is known beforehand, and which drafts itself, beside an idle draft worker. `worker`
+    are the stand-in's settings."""
     tokenizer = save_tokenizer(folder)
     digest = tokenizer.vocabulary_digest.hex()
     return Gateways(tokenizer, running_cell(config=config, tokenizer_digest=digest, guesses=True, **worker))
