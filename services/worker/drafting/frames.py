@@ -1,6 +1,6 @@
 """The messages of a stream as frames over plain TCP: four bytes of length, and so many of message.
 
-gRPC in Python costs several times as much for an exchange. Its call lets the target in, tells it the port and a secret,
+gRPC in Python costs about twice as much for an exchange. Its call lets the target in, tells it the port and a secret,
 and stays open: whoever loses it closes the connection, and it has the reason.
 """
 
