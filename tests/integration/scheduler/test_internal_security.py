@@ -16,7 +16,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from protos import draft_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLauncher
@@ -34,14 +34,17 @@ TOKEN = ChannelSecurity(token=random_token())
 
 METHODS = [
     (service.full_name, method)
-    for file in (worker_pb2, scheduler_pb2)
+    for file in (worker_pb2, scheduler_pb2, draft_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
 
 
 def address_of(cell: Cell, service: str) -> str:
-    return cell.workers[0].address if service.endswith("Worker") else cell.resolve.address
+    if service.endswith("Scheduler"):
+        return cell.resolve.address
+    role = Role.DRAFT if service.endswith("Drafter") else Role.TARGET
+    return next(worker.address for worker in cell.workers if worker.role is role)
 
 
 async def answer_to(security: ChannelSecurity, address: str) -> grpc.StatusCode | None:
@@ -85,7 +88,7 @@ STRANGERS: list[list[tuple[str, Any]]] = [
 
 
 async def test_every_method_refuses_strangers_and_bytes_that_are_no_message() -> None:
-    async with running_cell(drafts=0, security=TOKEN) as cell:
+    async with running_cell(security=TOKEN) as cell:
 
         async def refusal(service: str, method: Any, raw: bytes, metadata: Sequence[Any]) -> tuple[Any, str]:
             async with grpc.aio.insecure_channel(address_of(cell, service)) as channel:
@@ -104,7 +107,7 @@ async def test_every_method_refuses_strangers_and_bytes_that_are_no_message() ->
                 assert code is grpc.StatusCode.INVALID_ARGUMENT, (method.name, raw)
                 assert "the message cannot be read" in details
         assert cell.live_sequences == 0
-        assert cell.service.workers.up == {"target-0"}
+        assert cell.service.workers.up == {"draft-0", "target-0"}
         async with client(cell.resolve, security=TOKEN) as backend:
             await check(backend, 1, 10)
 
