@@ -72,14 +72,17 @@ class Controller:
         """
         figures.steps += 1
         figures.plain_step = figures.length > 0 and figures.steps % _PROBE_EVERY == 0
-        if figures.steps % _PROBE_EVERY == _PROBE_EVERY // 2 and not figures.length:
-            prober = None if figures.prober is None else target.sequences.get(figures.prober)
-            if prober is None or not self._drafts(prober):
-                # A draft worker has the least to read of the shortest.
-                able = filter(self._drafts, target.sequences.values())
-                shortest = min(able, key=lambda one: one.length, default=None)
-                figures.prober = None if shortest is None else shortest.sequence_id
-            figures.probes_left = _PROBE_ROUNDS
+        if figures.steps % _PROBE_EVERY == _PROBE_EVERY // 2:
+            self._probe(target, figures)
+
+    def _probe(self, target: TargetWorker, figures: TargetFigures) -> None:
+        prober = None if figures.prober is None else target.sequences.get(figures.prober)
+        if prober is None or not self._drafts(prober):
+            # A draft worker has the least to read of the shortest.
+            able = filter(self._drafts, target.sequences.values())
+            shortest = min(able, key=lambda one: one.length, default=None)
+            figures.prober = None if shortest is None else shortest.sequence_id
+        figures.probes_left = _PROBE_ROUNDS
 
     def round(self, target: TargetWorker, sequence: Sequence, asked: int, verified: int, accepted: int) -> None:
         """A round ended. Of the `asked` tokens of a proposal `verified` were there, and `accepted` were taken."""
@@ -90,6 +93,7 @@ class Controller:
             return
         if not verified and target.grant is not None:
             return  # the draft worker was late, or reads the prompt: that says nothing of its model
+        figures.tried = True
         if not figures.length and sequence.sequence_id == figures.prober:
             # Against expectation: worth other probes at once.
             figures.probes_left = _PROBE_ROUNDS if accepted and model.chances[0] < 0.5 else 0
@@ -100,6 +104,7 @@ class Controller:
         figures = target.figures
         if report.asked <= 0:
             return
+        figures.tried = True
         in_time = min(report.in_time, report.asked) / report.asked
         if in_time > figures.in_time and figures.in_time < 0.9:
             figures.probes_left = _PROBE_ROUNDS  # as above
@@ -179,6 +184,10 @@ class Controller:
         model, sequences = figures.acceptance, list(islice(target.sequences.values(), _SEQUENCES_ASKED))
         if model is None or not sequences:
             figures.choice = None
+            return
+        if not figures.tried:
+            # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
+            self._probe(target, figures)
             return
         base, token, verified, kv = figures.cost.coefficients
         of_pass, of_token = figures.drafting_cost.coefficients

@@ -37,8 +37,8 @@ class TargetFigures:
     a step that decodes, by which `wait_bound` counts. The last one read `kv_share` tokens of KV for each token to
     decode or verify. `in_time` is the share of proposals that were there when they were asked for.
 
-    In a `plain_step`, no sequence drafts. The sequence `prober` drafts a token in `probes_left` more rounds, even where
-    the others decode plainly.
+    Nothing is chosen before a proposal was `tried`. In a `plain_step`, no sequence drafts. The sequence `prober` drafts
+    a token in `probes_left` more rounds, even where the others decode plainly.
     """
 
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
@@ -49,7 +49,7 @@ class TargetFigures:
         self.kv_share = 0.0
         self.in_time = 1.0
         self.choice: Choice | None = None
-        """None before the first."""
+        self.tried = False
         self.rounds = self.decided_for = self.steps = 0
         self.plain_step = False
         self.prober: int | None = None
@@ -57,15 +57,15 @@ class TargetFigures:
 
     @property
     def length(self) -> int:
-        """The length that pays. Before anything was decided, 1."""
+        """The length that pays."""
         choice = self.choice
-        return 1 if choice is None else choice.length
+        return 0 if choice is None else choice.length
 
     def change_proposer(self, acceptance: ModelAcceptance | None) -> None:
         """Another worker proposes; what was chosen stays where it has the same model."""
         self.in_time, self.prober = 1.0, None
         if acceptance is not self.acceptance:
-            self.acceptance, self.choice = acceptance, None
+            self.acceptance, self.choice, self.tried = acceptance, None, False
 
 
 @dataclass(frozen=True, slots=True)
