@@ -138,7 +138,8 @@ class WatchedCore(SchedulerCore):
         waited = 0.0 if step.group is None else step.group.seconds_waited
         idle = now - self._idle_since[step.worker_id] if self._unanswered[step.worker_id] == 1 else 0.0
         broken = {
-            "may wait for a draft worker too long": step.wait_seconds > _MOST_WAIT_SECONDS,
+            "may wait for a draft worker too long": step.wait_seconds > _MOST_WAIT_SECONDS
+            and not self._world.faults.struck.keys() & {"worker slow", "worker stalls"},
             "has more tokens than the worker takes": spec.max_num_batched_tokens
             < sum((1 if row.follows else row.end - row.kv_len) + row.verify for row in step.rows),
             "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
