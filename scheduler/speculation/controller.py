@@ -182,9 +182,12 @@ class Controller:
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         """As if all sequences of the target had the mean length."""
         model, sequences = figures.acceptance, list(islice(target.sequences.values(), _SEQUENCES_ASKED))
-        if model is None or not sequences:
+        if model is None:
             figures.choice = None
             return
+        share = sum(map(self._drafts, sequences)) / max(1, len(sequences))
+        if not share:
+            return  # those here are cancelled or about to end: the last choice holds for those to come
         if not figures.tried:
             # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
             self._probe(target, figures)
@@ -201,5 +204,4 @@ class Controller:
             of_pass=of_pass,
             of_token=of_token,
         )
-        share = fmean(map(self._drafts, sequences))
         figures.choice = choose(cycle, model.chances, share, figures.in_time, figures.choice)

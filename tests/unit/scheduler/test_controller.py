@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -136,3 +137,23 @@ def test_where_lengths_are_given_a_step_waits_for_as_long_as_sequences_may(polic
 def test_who_proposes_in_the_target_itself_is_not_waited_for() -> None:
     driver = run(Law(0.010, 0.0, 0.001), {"target": 0.9}, False, 2)
     assert not any(step.wait_seconds for step in of_type(driver.log, SendStep))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("of_pass", [0.0, 0.05])
+def test_a_sequence_drafts_from_the_first_as_those_before_it_did(of_pass: float, cancelled: bool) -> None:
+    law, driver = Law(0.010, 0.0, of_pass), Driver(policy=Policy.AUTO, draft_length=LONGEST)
+    driver.join("target", head="head")
+    for sequence_id in range(8):
+        # Before the last row of some of these, one token is left: nothing can be proposed.
+        driver.submit(sequence_id, prompt_length=8, max_tokens=70 + sequence_id)
+        for count in itertools.count():
+            _, _, seconds, drafting_seconds = begin(driver, law, "target")
+            if cancelled and count == 8:
+                driver.cancel(sequence_id)
+            driver.answer("target", seconds=seconds, drafting_seconds=drafting_seconds)
+            if not driver.steps["target"]:
+                break
+    openings = [row for step in of_type(driver.log, SendStep) for row in step.rows if row.opening is not None]
+    asked = [row.draft_length for row in openings]
+    assert asked == [0] + [0 if of_pass else LONGEST] * 7  # the first one tries it
