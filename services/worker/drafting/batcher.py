@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from engine.drafting.draft_kv import DraftKv
@@ -94,6 +95,7 @@ class Batcher:
             stream.arrived.clear()
             self._ended.append(stream)
             self._schedule()
+        stream.note_taken()
 
     def _schedule(self) -> None:
         """Under the lock. A batch is a call of its own, so that other calls to the thread come between two."""
@@ -115,7 +117,11 @@ class Batcher:
         except Exception as error:
             # What the draft has of any sequence is unknown now. Targets begin anew with streams of their own.
             logger.exception("a batch has failed")
-            self._drop_all(BadMessageError(f"a batch has failed: {type(error).__name__}: {error}", "INTERNAL"))
+            try:
+                self._drop_all(BadMessageError(f"a batch has failed: {type(error).__name__}: {error}", "INTERNAL"))
+            except Exception:
+                logger.exception("sequences cannot be dropped")
+                end_process("what a failed batch has left cannot be freed")
         self.busy_seconds += time.monotonic() - began
         self._began = None
         with self._lock:
@@ -265,7 +271,8 @@ class Batcher:
         for _, _, proposals in messages:
             proposals.seconds, proposals.queued, proposals.free_pages = seconds, queued, free_pages
         if messages and self._loop is not None:
-            self._loop.call_soon_threadsafe(_hand_over, messages)
+            with suppress(RuntimeError):  # the worker has stopped meanwhile, and its loop is closed
+                self._loop.call_soon_threadsafe(_hand_over, messages)
 
 
 def _proposals(reply: Reply, round_of_target: int) -> draft_pb2.Proposals:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from protos import draft_pb2
 from services.worker.drafting.frames import SECRET_BYTES, WELCOME, size_of
-from services.worker.drafting.limits import BadMessageError
+from services.worker.drafting.limits import MAX_STREAMS, BadMessageError
 from services.worker.drafting.target_stream import TargetStream
 
 _SECRET_SECONDS = 5.0
@@ -21,12 +21,14 @@ Take = Callable[[TargetStream, draft_pb2.DraftRequest], None]
 
 
 class FrameListener:
-    """A connection is its stream's once it has sent the stream's secret, which counts once; any other is closed."""
+    """A connection is its stream's once it has sent the stream's secret, which counts once; any other is closed. Of
+    those that have sent none yet there are at most `MAX_STREAMS`: whoever comes then is spoken to by gRPC alone."""
 
     def __init__(self, take: Take) -> None:
         self._take = take
         self._server: asyncio.Server | None = None
         self._offered: dict[bytes, TargetStream] = {}
+        self._unknown = 0
         self._port = 0
 
     async def start(self, host: str) -> None:
@@ -52,8 +54,7 @@ class FrameListener:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_SECRET_SECONDS):
-                stream = self._offered.pop(await reader.readexactly(SECRET_BYTES), None)
+            stream = await self._stream_of(reader)
             if stream is None:
                 return
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,6 +65,17 @@ class FrameListener:
             pass
         finally:
             writer.close()
+
+    async def _stream_of(self, reader: asyncio.StreamReader) -> TargetStream | None:
+        """Raises TimeoutError and IncompleteReadError where no secret comes."""
+        if self._unknown >= MAX_STREAMS:
+            return None
+        self._unknown += 1
+        try:
+            async with asyncio.timeout(_SECRET_SECONDS):
+                return self._offered.pop(await reader.readexactly(SECRET_BYTES), None)
+        finally:
+            self._unknown -= 1
 
     async def _read(self, reader: asyncio.StreamReader, stream: TargetStream) -> None:
         """Raises IncompleteReadError at the end."""

@@ -111,6 +111,8 @@ class Mailbox:
             waits = wait_seconds > 0 and self._patience.left
             if waits and not all(one.answered for one in due):
                 self._wait(due, time.monotonic() + wait_seconds)
+            # The draft may have lost or refused some meanwhile: no answer of theirs is due any more.
+            due = [one for one in due if one.asked is not None]
             in_time = sum(one.answered for one in due)
             if due and (waits or in_time == len(due)):
                 self._patience.note(in_time == len(due))
@@ -140,8 +142,9 @@ class Mailbox:
 
     def _refuse(self, sequence_id: int, one: RemoteSequence) -> None:
         one.forget_stream()
-        one.refused = True
-        self._refused.append(sequence_id)
+        if not one.refused:
+            one.refused = True
+            self._refused.append(sequence_id)
 
     def _forget_stream(self) -> None:
         for one in self.sequences.values():

@@ -100,6 +100,8 @@ def verdicts_from_wire(request: draft_pb2.DraftRequest, vocabulary_size: int) ->
         if length < (least := max(len(tokens), 1)):
             raise BadMessageError(f"lengths holds {length}, must be at least {least}, as its entry of counts says")
         check_at_most("an entry of draft_lengths", draft_length, MAX_DRAFT_LENGTH)
+        if sequence_id in opened:
+            check_at_most("the number of committed_tokens", len(opened[sequence_id].tokens), length)
         step.verdicts.append(Verdict(sequence_id, length, digest, tokens, draft_length, opened.get(sequence_id)))
     return step
 

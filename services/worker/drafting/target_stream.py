@@ -66,11 +66,12 @@ class TargetStream:
         return answer
 
     def note_taken(self) -> None:
-        """The batcher has taken what had arrived."""
+        """The batcher has taken what had arrived, or takes no more."""
         self._moved.set()
 
     async def room(self) -> None:
-        """Waits until less waits than the limit. A target that sends without reading waits here."""
-        while len(self.arrived) + self.answers.qsize() >= _WAITING:
+        """Waits until less waits than the limit, or the stream is closed. A target that sends without reading waits
+        here."""
+        while not self.closed and len(self.arrived) + self.answers.qsize() >= _WAITING:
             self._moved.clear()
             await self._moved.wait()

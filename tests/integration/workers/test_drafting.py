@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -31,11 +33,14 @@ from scheduler.state.digests import DigestedTokens
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting import service
+from services.worker.drafting import frame_listener, service
+from services.worker.drafting.batcher import Batcher
 from services.worker.drafting.frame_listener import FrameListener
 from services.worker.drafting.frames import FRAMES_METADATA_KEY, SECRET_BYTES, WELCOME, frame_of
 from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_FRAME_BYTES, MAX_SEQUENCES
+from services.worker.drafting.messages import Opened, Verdict, VerdictsOfStep
 from services.worker.drafting.remote import RemoteProposer
+from services.worker.drafting.target_stream import TargetStream
 from tests.support.certificates import issue
 from tests.support.command_line import CHARACTERS, save_tokenizer
 from tests.support.draft_servers import PlayedSequence, RunningDraft, offer, running_draft, take
@@ -406,6 +411,7 @@ def test_limits_of_requests(running: RunningDraft, monkeypatch: pytest.MonkeyPat
         (verdict([1, VOCABULARY - 1]), verdict([1, VOCABULARY]), invalid, f"committed_tokens holds {VOCABULARY}, must"),
         (verdict([1, 2]), verdict([1, 2], counts=[1], tokens=[VOCABULARY]), invalid, f"tokens holds {VOCABULARY}"),
         (verdict([1, 2]), verdict([1, 2], counts=[3], tokens=[1, 2, 3]), invalid, "lengths holds 2, must be at least"),
+        (verdict([1, 2]), verdict([1, 2], lengths=[1]), invalid, "committed_tokens is 2, must be at most 1"),
         (verdict([1, 2]), verdict([1, 2], counts=[1]), invalid, "tokens has 0 entries, must have 1"),
         (verdict([1, 2]), verdict([1, 2], digests=[]), invalid, "digests has 0 entries, must have 1"),
         (verdict([1, 2]), verdict([1, 2], sequence_ids=[2]), invalid, "sequences holds an id that is not"),
@@ -588,6 +594,58 @@ def test_only_streams_that_were_let_in_have_connections_for_frames(running: Runn
             answer = draft_pb2.Proposals.FromString(connection.recv(size, socket.MSG_WAITALL))
             assert list(answer.counts) == [2]
         assert target.end()[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_only_so_many_connections_may_keep_their_secret_to_themselves(
+    running: RunningDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_listener, "MAX_STREAMS", 1)
+    with closing(RawTarget(running.address, opening(running.grant(target_id="frames")))) as target:
+        silent, _ = frames_of(target)
+        refused, _ = frames_of(target)
+        with refused:
+            assert ended(refused)
+        silent.close()
+
+        def welcome() -> bool:
+            connection, secret = frames_of(target)
+            with connection, contextlib.suppress(ConnectionError):
+                connection.sendall(secret)
+                return connection.recv(4, socket.MSG_WAITALL) == WELCOME
+            return False
+
+        wait_until(welcome, "the target is let in", pause=0.01)
+
+
+async def test_a_stream_that_waits_for_room_ends_with_its_target(folder: Path) -> None:
+    draft = load(folder)
+    with ThreadPoolExecutor(1) as thread:
+        batcher, stream = Batcher(ModelDrafting(draft, False), draft.pool, thread), TargetStream("target-0")
+        for _ in range(100):
+            stream.answers.put_nowait(draft_pb2.Proposals())
+        waiting = asyncio.create_task(stream.room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        batcher.close(stream)
+        await asyncio.wait_for(waiting, LONG)
+
+
+def test_a_batch_may_outlive_its_server(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    draft, gate = load(folder), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(gate.wait)
+        batcher, tokens = Batcher(ModelDrafting(draft, False), draft.pool, thread), DigestedTokens([1, 2])
+        opened = Opened(1, SamplingParameters(), b"", [1, 2])
+
+        async def serve() -> None:
+            step = VerdictsOfStep(1, (), [Verdict(1, 2, tokens.digest(2), (), 2, opened)])
+            batcher.add(TargetStream("target-0"), step)
+
+        asyncio.run(serve())
+        gate.set()
+    assert batcher.running_seconds() is None
+    assert batcher.busy_seconds > 0
+    assert not caplog.records
 
 
 def test_no_frame_hurts_the_draft_or_other_targets(running: RunningDraft, folder: Path) -> None:

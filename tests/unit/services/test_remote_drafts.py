@@ -265,6 +265,30 @@ def test_steps_seldom_wait_for_a_draft_that_has_hung() -> None:
         assert take(proposer, [one], 2, FOREVER) == [[1, 1]]
 
 
+def test_answers_that_a_lost_draft_owes_are_not_in_time() -> None:
+    waiting = threading.Event()
+    (one,) = played(1)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if len(one.tokens) > 4:
+            waiting.wait()
+            raise RuntimeError("the draft dies")
+        yield answer_of(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(waiting):
+        offer(proposer, [one], 2)
+        assert proposed(proposer, [one]) == [[1, 1]]
+        proposer.report()
+        one.commit(5)
+        offer(proposer, [one], 2)
+        death = threading.Timer(0.1, waiting.set)
+        death.start()
+        assert take(proposer, [one], 2, FOREVER) == [[]]
+        report = proposer.report()
+        assert report is not None
+        assert report.in_time == 0
+
+
 def test_patience_runs_out_by_powers_of_two() -> None:
     patience = Patience()
     waits = []
