@@ -11,7 +11,7 @@ import typer
 from pydantic import ByteSize
 
 from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
-from deploy.config.models import EngineSection, ModelsSection
+from deploy.config.models import NGRAM, EngineSection, ModelsSection
 from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import Section, described
@@ -163,9 +163,17 @@ class SpoolConfig(Section):
 
     def without_effect(self) -> list[str]:
         """Fields that are set, and do nothing any more."""
-        defaults = SchedulingSection()
-        idle = ("draft_batch_size", "draft_ahead")
-        return [f"scheduling.{one}" for one in idle if getattr(self.scheduling, one) != getattr(defaults, one)]
+        idle: list[tuple[str, Section, Section, tuple[str, ...]]] = [
+            ("scheduling", self.scheduling, SchedulingSection(), ("draft_batch_size", "draft_ahead"))
+        ]
+        if self.models.draft_name == NGRAM:  # the targets look up
+            idle.append(("groups.draft", self.groups.draft, WorkerGroup(), ("replicas", "autoscaling")))
+        return [
+            f"{path}.{field}"
+            for path, section, default, fields in idle
+            for field in fields
+            if getattr(section, field) != getattr(default, field)
+        ]
 
     def _gpu_limit(self, role: Role, group: WorkerGroup) -> str | None:
         """What the GPUs of a replica must be instead; None where they are right."""

@@ -288,6 +288,9 @@ def test_fields_without_effect_are_named(file: Path, capsys: pytest.CaptureFixtu
             for field in ("draft_batch_size", "draft_ahead")
         ]
     assert load_configuration(file).scheduler_config() == SpoolConfig().scheduler_config()
+    file.write_text("models: {draft: ngram}\ngroups: {draft: {replicas: 2, autoscaling: {}}}")
+    assert load_configuration(file).without_effect() == ["groups.draft.replicas", "groups.draft.autoscaling"]
+    assert load_configuration(file, ["models.draft=demo"]).without_effect() == []
 
 
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
