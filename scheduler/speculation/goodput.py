@@ -44,7 +44,8 @@ class TargetFigures:
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
         self.acceptance = acceptance
         self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3))
-        self.drafting_cost = LinearCost((1.0, TOKEN_SHARE))
+        # The first try is of one sequence. Whether more of them cost more is learnt only where they are tried as well.
+        self.drafting_cost = LinearCost((1.0, TOKEN_SHARE**2))
         self.step = MeanSeconds(initial_step_seconds)
         self.kv_share = 0.0
         self.in_time = 1.0
