@@ -57,7 +57,8 @@ def test_text_and_bits_of_logits_are_those_without_a_draft(
     for policy in (Policy.EXSPEC, Policy.AUTO):
         got = run_in_process(SchedulerConfig(policy=policy, batch_size=4), {"target": drafting}, asked)
         assert [text(one) for one in got.values()] == [text(one) for one in expected.values()]
-        drafted, accepted = (sum(count[at] for one in got.values() for count in one.rounds) for at in (0, 1))
+        # The last round may end amid a proposal.
+        drafted, accepted = (sum(count[at] for one in got.values() for count in one.rounds[:-1]) for at in (0, 1))
         assert drafted > 0
         assert accepted == drafted if kind == "same" else accepted < drafted
 

@@ -271,10 +271,11 @@ def goes_on(draft: VerifiedDraft, tally: Tally) -> bool:
 
 
 def kept_of(draft: VerifiedDraft, tally: Tally) -> int:
-    """Accepted tokens that became output: none beyond a stop token."""
-    stop = tally.stop_tokens.get(draft.history[:PROMPT_LENGTH])
+    """Accepted tokens that became output: none beyond a stop token, nor beyond max_tokens."""
+    prompt, output = draft.history[:PROMPT_LENGTH], draft.history[PROMPT_LENGTH:]
+    stop = tally.stop_tokens.get(prompt)
     emitted = draft.tokens.index(stop) + 1 if stop in draft.tokens else len(draft.tokens)
-    return min(draft.accepted, emitted)
+    return min(draft.accepted, emitted, tally.max_tokens[prompt] - len(output))
 
 
 def test_the_scheduler_tells_of_the_same_ends(outcome: Outcome) -> None:
