@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from operator import mul
 
 FORGET = 0.95
@@ -14,6 +13,11 @@ _SHORTEST = 0.5
 """A step that took a smaller share of its expected time weighs as if it had taken this share."""
 
 
+def _is_possible(seconds: float) -> bool:
+    """Workers say how long they took, and may say anything. Squares of the extremes would have no place in a float."""
+    return 1e-9 < seconds < 1e9
+
+
 class MeanSeconds:
     """The mean of times, weighted so that relative errors count: one that stalled counts for next to nothing, and a
     much shorter one no more than a few (`_SHORTEST`). Before the first it is `initial`."""
@@ -23,7 +27,7 @@ class MeanSeconds:
         self.seconds = initial
 
     def observe(self, seconds: float) -> None:
-        if 0 < seconds < math.inf:
+        if _is_possible(seconds):
             unit = max(seconds, _SHORTEST * self.seconds)
             self._sum = self._sum * FORGET + seconds / unit**2
             self._squares = self._squares * FORGET + 1 / unit**2
@@ -65,7 +69,7 @@ class LinearCost:
         return sum(map(mul, self.coefficients, features))
 
     def observe(self, seconds: float, *features: float) -> None:
-        if not 0 < seconds < math.inf:
+        if not _is_possible(seconds):
             return
         if not self._matrix:
             unit = seconds / sum(map(mul, self._guess, features))

@@ -42,7 +42,7 @@ def test_a_worker_that_has_become_twice_as_slow_is_noticed() -> None:
     assert cost.predict(1, 20) == pytest.approx(2 * seconds(20), rel=0.2)
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0, 1e-200, 1e200])
 def test_a_mean_hardly_knows_of_stalls_and_follows_a_change(nonsense: float) -> None:
     mean = MeanSeconds()
     for step in range(100):
@@ -61,7 +61,7 @@ def test_no_coefficient_is_ever_negative_or_undefined(steps: list[tuple[float, i
     assert all(math.isfinite(coefficient) and coefficient >= 0 for coefficient in cost.coefficients)
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0, 1e-200, 1e200])
 def test_times_that_cannot_be_change_nothing(nonsense: float) -> None:
     cost = LinearCost(GUESS)
     cost.observe(0.5, 1, 3)
