@@ -48,7 +48,7 @@ class DraftSequence(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., parameters: _Optional[_Union[_worker_pb2.SequenceParameters, _Mapping]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("round", "sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids", "seconds", "queued", "free_pages")
+    __slots__ = ("round", "sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -56,9 +56,6 @@ class Proposals(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_IDS_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_FIELD_NUMBER: _ClassVar[int]
-    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     round: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
@@ -66,7 +63,4 @@ class Proposals(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     unknown_ids: _containers.RepeatedScalarFieldContainer[int]
     refused_ids: _containers.RepeatedScalarFieldContainer[int]
-    seconds: float
-    queued: int
-    free_pages: int
-    def __init__(self, round: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., queued: _Optional[int] = ..., free_pages: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...

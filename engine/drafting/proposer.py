@@ -19,11 +19,10 @@ from scheduler.messages import DraftingReport
 
 @dataclass(slots=True)
 class Asked:
-    """At most `most` tokens are wanted after the prefix with this digest, which has `length` tokens."""
+    """At most `most` tokens are wanted after the prefix with this digest."""
 
     drafting: SequenceDrafting
     digest: int
-    length: int
     most: int
 
 

@@ -311,7 +311,7 @@ class StepExecutor:
         asked: list[Asked] = []
         for place in verifying:
             tokens, drafting = prepared[place].sequence.tokens, prepared[place].sequence.drafting
-            asked.append(Asked(drafting, tokens.digest(len(tokens)), len(tokens), prepared[place].verify))
+            asked.append(Asked(drafting, tokens.digest(len(tokens)), prepared[place].verify))
         if asked:
             size = self.engine.description.vocabulary_size
             taken = self._proposer.take(asked, wait_seconds)

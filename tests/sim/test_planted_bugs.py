@@ -126,8 +126,7 @@ def token_ids_of_proposals_are_believed(patch: Patch) -> None:
     def trusting(self: Any, prepared: Any, wait_seconds: float) -> list[VerifyRow]:
         rows = [executor._verify_row(one) for one in prepared]
         asked = [
-            Asked(row.drafting, digest_of(row.history), len(row.history), one.verify)
-            for row, one in zip(rows, prepared, strict=True)
+            Asked(row.drafting, digest_of(row.history), one.verify) for row, one in zip(rows, prepared, strict=True)
         ]
         for row, proposal in zip(rows, self._proposer.take(asked, wait_seconds), strict=True):
             row.draft_tokens = proposal

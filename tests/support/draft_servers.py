@@ -121,7 +121,7 @@ def offer(proposer: Proposer, sequences: Sequence[PlayedSequence], draft_length:
 def take(
     proposer: Proposer, sequences: Sequence[PlayedSequence], most: int, wait_seconds: float = 0.0
 ) -> list[list[int]]:
-    asked = [Asked(one.drafting, one.digest, len(one.tokens), most) for one in sequences]
+    asked = [Asked(one.drafting, one.digest, most) for one in sequences]
     return [list(proposal) for proposal in proposer.take(asked, wait_seconds)]
 
 

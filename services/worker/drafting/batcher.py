@@ -130,7 +130,6 @@ class Batcher:
                 self._schedule()
 
     def _batch(self) -> None:
-        began = time.monotonic()
         self._number += 1
         replies: dict[TargetStream, Reply] = {}
         with self._lock:
@@ -155,7 +154,7 @@ class Batcher:
             one.served = self._number
             if not answer.behind:
                 self._answer(one, answer, replies)
-        self._send(replies, time.monotonic() - began)
+        self._send(replies)
 
     def _apply(self, stream: TargetStream, step: VerdictsOfStep, reply: Reply) -> None:
         """Raises BadMessageError."""
@@ -263,13 +262,10 @@ class Batcher:
         streams = [*self._streams]
         for stream in streams:
             self._drop(stream)
-        self._send({stream: Reply(refusal=refusal) for stream in streams}, 0.0)
+        self._send({stream: Reply(refusal=refusal) for stream in streams})
 
-    def _send(self, replies: dict[TargetStream, Reply], seconds: float) -> None:
-        queued, free_pages = len(self._waiting), self._pool.free_pages
+    def _send(self, replies: dict[TargetStream, Reply]) -> None:
         messages = [(stream, reply, _proposals(reply, stream.round)) for stream, reply in replies.items()]
-        for _, _, proposals in messages:
-            proposals.seconds, proposals.queued, proposals.free_pages = seconds, queued, free_pages
         if messages and self._loop is not None:
             with suppress(RuntimeError):  # the worker has stopped meanwhile, and its loop is closed
                 self._loop.call_soon_threadsafe(_hand_over, messages)

@@ -62,9 +62,9 @@ def test_what_was_sampled_counts_and_is_replaced_where_another_token_is_committe
         row = VerifyRow(PageTable(), history[-1:], (), True, history, 1, SamplingParameters())
         row.draft_length, row.drafting = count, drafting
         lookup.offer([row], [RowOutcome([sampled])], [digest])
-        (proposal,) = lookup.take([Asked(drafting, digest, len(history) + 1, count)], 0.0)
+        (proposal,) = lookup.take([Asked(drafting, digest, count)], 0.0)
         assert list(proposal) == (searched([*history, sampled], count, 2, 32) if count else [])
-        assert lookup.take([Asked(drafting, digest + 1, len(history) + 1, count)], 0.0) == [()]
+        assert lookup.take([Asked(drafting, digest + 1, count)], 0.0) == [()]
         found += bool(proposal)
         history.append(rng.choice((sampled, 0)))
         if rng.random() < 0.1:
