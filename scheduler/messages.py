@@ -316,10 +316,11 @@ class GroupFormed:
 @dataclass(frozen=True, slots=True)
 class DraftGrant:
     """Lets a target ask a draft worker for proposals. Of two grants for one target, the one with the higher number
-    counts."""
+    counts. `after_death`: the draft worker of the target's grant before has died."""
 
     draft_id: str
     number: int
+    after_death: bool = False
 
 
 @dataclass(slots=True)

@@ -175,6 +175,8 @@ class TargetWorker:
         # What scheduler/transitions/assignment.py knows of it.
         self.draft: DraftWorker | None = None
         self.grant: DraftGrant | None = None
+        self.draft_died = False
+        """Whether the draft worker of the latest grant has."""
         self.told: DraftGrant | None = None
         """The grant in the step that was sent last."""
         self.granted_at = 0.0

@@ -17,6 +17,8 @@ _LATE_STEPS = 3
 """A draft is late when in so many steps in a row fewer than half of the proposals came in time."""
 _SECONDS_BETWEEN = 5.0
 """A target that complains gets another draft at most so often: the new one must read the prompts first."""
+_SECONDS_UNTIL_BALANCED = 60.0
+"""After so long a draft that targets have left gets some again, as it may have recovered."""
 _WORST_BALANCE = 2
 """Targets change their drafts when one draft has more than so many times the load of another one."""
 
@@ -31,10 +33,12 @@ class Assignment:
         self._fleet = fleet
         self._last_number = 0
         self._draining: dict[str, DraftWorker] = {}
+        self._renewed_at = 0.0
 
     def renew(self, now: float) -> None:
-        """Workers have come, gone or begun to drain: gives targets other drafts where they need them, and where that
-        makes the loads more equal."""
+        """Workers have come, gone or begun to drain, or some time has passed: gives targets other drafts where they
+        need them, and where that makes the loads more equal."""
+        self._renewed_at = now
         drafts = self._able()
         for target in self._fleet.targets.values():
             if not target.spec.own_draft_id and (target.draft is None or target.draft not in drafts):
@@ -60,6 +64,13 @@ class Assignment:
             other = _idlest([draft for draft in self._able() if draft is not target.draft])
             if other is not None:
                 self._grant(target, other, now)
+        if now >= self._renewed_at + _SECONDS_UNTIL_BALANCED:
+            self.renew(now)
+
+    def died(self, draft: DraftWorker) -> None:
+        """Its targets are to know, since what they have asked for may be the reason."""
+        for target in draft.targets.values():
+            target.draft_died = True
 
     def drain(self, draft: DraftWorker, now: float) -> None:
         """Other drafts serve its targets from now on."""
@@ -86,7 +97,8 @@ class Assignment:
         if draft is not None:
             self._last_number += 1
             draft.targets[target.worker_id] = target
-            target.grant = DraftGrant(draft.worker_id, self._last_number)
+            target.grant = DraftGrant(draft.worker_id, self._last_number, target.draft_died)
+            target.draft_died = False
         target.granted_at, target.late_steps = now, 0
         target.figures.change_proposer(None if draft is None else draft.acceptance)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained
+from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained, WorkerLost
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 CUT_OFF = DraftingReport(connected=False)
@@ -115,6 +115,48 @@ def test_a_draft_that_is_late_now_and_then_stays(reports: list[DraftingReport]) 
     driver.submit(1, max_tokens=900)
     driver.now += 6
     assert run(driver, "t", *reports) == "d"
+
+
+def test_a_draft_that_targets_have_left_gets_some_again_after_a_while() -> None:
+    driver = cell("tu", "de")
+    for number in range(4):
+        driver.submit(number, max_tokens=900)
+    left = served_by(driver)["t"]
+    driver.now += 5
+    run(driver, "t", CUT_OFF)
+    assert len(set(served_by(driver).values())) == 1
+    for _ in range(7):
+        driver.now += 10
+        run(driver, "t", GOOD)
+        run(driver, "u", GOOD)
+    assert left in served_by(driver).values()
+    assert len(set(served_by(driver).values())) == 2
+
+
+def test_targets_are_told_that_their_draft_has_died_and_of_nothing_else() -> None:
+    driver = cell("t", "de")
+    driver.submit(1, max_tokens=900)
+
+    def told_of_death() -> bool:
+        until_told(driver, "t")
+        grant = grants(driver)["t"]
+        assert grant is not None
+        return grant.after_death
+
+    assert not told_of_death()
+    driver.drain("d")
+    assert not told_of_death()
+    driver.lose("e")
+    driver.join("f", Role.DRAFT)
+    assert told_of_death()
+    driver.join("d", Role.DRAFT)
+    driver.handle(WorkerLost("f", blameless=True))
+    assert not told_of_death()
+    # Also where there is no other draft for a while.
+    driver.lose("d")
+    assert until_told(driver, "t") is None
+    driver.join("d", Role.DRAFT)
+    assert told_of_death()
 
 
 def test_the_only_draft_stays_whatever_the_target_reports() -> None:
