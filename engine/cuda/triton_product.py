@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
+from triton.compiler import max_shared_mem
 
 from engine.quantization.layers import QuantizedLinear
 from engine.quantization.weights import QuantizedWeight
@@ -30,8 +31,8 @@ from engine.quantization.weights import QuantizedWeight
 _ROW_TILES = (16, 32, 64, 96, 128, 160, 192)
 # Registers of a thread that may hold sums, of 255.
 _SUM_REGISTERS = 128
-# Bytes of shared memory that blocks on their way may take: less than a program can have on an A100 (163 KiB).
-_STAGE_BYTES = 160 << 10
+# Of the shared memory that a program can have, bytes that blocks on their way leave to what else it keeps there.
+_KEPT_BYTES = 3 << 10
 _FEWEST_STAGES = 3
 # Programs that keep the memory of an H200 busy: each has 32 KiB of weights on their way, and 4.8 TB/s for 1 us is
 # 150 times as much.
@@ -42,6 +43,8 @@ _PART_BLOCKS = 4
 _FEW_ROWS, _NARROW_ROWS = 16, 64
 # More rows than this make programs enough without parts, whose sums would take more memory than the weights.
 _SPLIT_ROWS = 192
+# What the interpreter is said to have.
+_INTERPRETED_SHARED_MEMORY = 163 << 10
 # Outputs that a program of the second kernel adds up.
 _ADDED = 1024
 
@@ -84,21 +87,29 @@ def product_shape(out_features: int, in_features: int, rows: int = 1) -> Product
     return ProductShape(128, block_in, splits, stages=5, warps=8, joined=rows > _SPLIT_ROWS)
 
 
-def _row_tile(rows: int, shape: ProductShape) -> int:
+def _row_tile(rows: int, shape: ProductShape, shared_memory: int) -> int:
     """Rows of a tile: the fewest tiles that registers and shared memory allow, then the smallest."""
     sums = 2 if shape.joined and shape.splits > 1 else 1
     allowed = [
         tile
         for tile in _ROW_TILES
         if tile * shape.block_out * sums <= _SUM_REGISTERS * 32 * shape.warps
-        and _fitting_stages(tile, shape) >= _FEWEST_STAGES
+        and _fitting_stages(tile, shape, shared_memory) >= _FEWEST_STAGES
     ]
     each = -(-rows // -(-rows // allowed[-1]))
     return next(tile for tile in allowed if tile >= each)
 
 
-def _fitting_stages(tile: int, shape: ProductShape) -> int:
-    return min(shape.stages, _STAGE_BYTES // ((shape.block_out + tile) * shape.block_in * 2))
+def _fitting_stages(tile: int, shape: ProductShape, shared_memory: int) -> int:
+    return min(shape.stages, (shared_memory - _KEPT_BYTES) // ((shape.block_out + tile) * shape.block_in * 2))
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have there, from 99 KiB (L4, L40S, RTX) to 227 KiB (H100): those beyond
+    which Triton refuses a kernel."""
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED_MEMORY
+    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
 
 
 def overlaps(device: torch.device) -> bool:
@@ -289,8 +300,10 @@ def product_parts(
     bias: torch.Tensor | None = None,
     overlap: bool = False,
     words: bool = True,
+    shared_memory: int | None = None,
 ) -> Parts:
-    """As `product`, whose bits they add up to. With `overlap`, only where kernels can."""
+    """As `product`, whose bits they add up to. With `overlap`, only where kernels can. `shared_memory`, which no bit
+    depends on: bytes that a program can have; None: on the inputs' device."""
     rows, in_features = inputs.shape
     out_features = weight.shape[0]
     shape = product_shape(out_features, in_features, rows)
@@ -299,7 +312,9 @@ def product_parts(
     to = inputs.new_empty(parts, rows, out_features, dtype=torch.float32 if in_parts else inputs.dtype)
     if rows == 0:
         return Parts(to, bias if in_parts else None)
-    tile = _row_tile(rows, shape)
+    if shared_memory is None:
+        shared_memory = shared_memory_of(inputs.device)
+    tile = _row_tile(rows, shape, shared_memory)
     main = 1 << (tile.bit_length() - 1)
     stored, bits, group = (weight, None, None), 16, in_features
     if isinstance(weight, QuantizedWeight):
@@ -327,7 +342,7 @@ def product_parts(
         even_in=in_features % shape.block_in == 0,
         overlap=overlap,
         num_warps=shape.warps,
-        num_stages=_fitting_stages(tile, shape),
+        num_stages=_fitting_stages(tile, shape, shared_memory),
         # Quantised weights are to have the bits that torch expands them to.
         enable_fp_fusion=False,
         **launch_options(overlap),
@@ -340,12 +355,14 @@ def product(
     weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None = None,
     words: bool = True,
+    shared_memory: int | None = None,
 ) -> torch.Tensor:
     """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`.
 
-    A quantised weight gives the bits that its numbers give, rounded to that type. `words`: as `loads_words` says.
+    A quantised weight gives the bits that its numbers give, rounded to that type. `words`: as `loads_words` says;
+    `shared_memory` as in `product_parts`.
     """
-    sums, rest_of_bias = product_parts(inputs, weight, bias, words=words)
+    sums, rest_of_bias = product_parts(inputs, weight, bias, words=words, shared_memory=shared_memory)
     parts, rows, out_features = sums.shape
     if parts == 1 or rows == 0:
         return sums[0].to(inputs.dtype)
@@ -364,13 +381,16 @@ class TritonLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = linear.quantized if isinstance(linear, QuantizedLinear) else linear.weight
         self.bias = linear.bias
-        self._words = isinstance(linear, QuantizedLinear) and loads_words(linear.codes.device)
+        device = (linear.codes if isinstance(linear, QuantizedLinear) else linear.weight).device
+        self._words = isinstance(linear, QuantizedLinear) and loads_words(device)
+        self._shared_memory = shared_memory_of(device)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        outputs = product(rows.reshape(-1, self.in_features), self.weight, self.bias, self._words)
+        rows_in = rows.reshape(-1, self.in_features)
+        outputs = product(rows_in, self.weight, self.bias, self._words, self._shared_memory)
         return outputs.view(*rows.shape[:-1], self.out_features)
 
     def partial(self, rows: torch.Tensor, overlap: bool = False) -> Parts:
         """What adds up to the outputs for `[rows, in_features]`. With `overlap`, only where kernels can."""
-        return product_parts(rows, self.weight, self.bias, overlap, self._words)
+        return product_parts(rows, self.weight, self.bias, overlap, self._words, self._shared_memory)

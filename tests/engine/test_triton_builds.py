@@ -26,9 +26,9 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # By compute capability, bytes of shared memory that one block can have (CUDA C++ Programming Guide).
-MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # All products of a GPU are made of one instruction, so that rows have one order of sums.
-PRODUCTS = {80: r"m16n8k16", 89: r"m16n8k16", 90: r"m64n\d+k16", 100: r"kind::f16"}
+PRODUCTS = dict.fromkeys((80, 86, 89, 120), r"m16n8k16") | {90: r"m64n\d+k16", 100: r"kind::f16"}
 # Bytes of a thread of attention, which has few between two splits.
 MAX_SPILLED = 64
 
@@ -81,7 +81,7 @@ def products_of(
 
     for rows in all_rows:
         inputs = torch.empty(rows, in_features, dtype=BF16)
-        yield partial(product_parts, inputs, weight, None, overlapping(architecture), words)
+        yield partial(product_parts, inputs, weight, None, overlapping(architecture), words, MEMORY[architecture])
 
 
 def decoder_rows(
@@ -154,17 +154,32 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (90, BF16, 128, 4, 16, None, True)),
     ("attention", (90, FP16, 256, 8, 16, 1024, True)),
     ("attention", (100, BF16, 96, 5, 64, None, True)),
+    ("attention", (86, BF16, 128, 4, 16)),
+    ("attention", (89, BF16, 128, 4, 16, None, False, True)),
+    ("attention", (120, BF16, 128, 4, 16)),
+    ("attention", (120, BF16, 256, 8, 16, 4096, True)),
     ("products", (80, 4096, 4096, 1, 192, 2048)),
+    ("products", (86, 4096, 4096, 1, 40, 160, 192, 2048)),
+    ("products", (89, 4096, 4096, 1, 40, 64, 160, 192, 2048)),
+    ("products", (89, 24576, 4096, 1, 64, 192, 2048)),
+    ("products", (120, 4096, 4096, 1, 64, 192, 2048)),
+    ("products", (120, 24576, 4096, 1, 64, 192, 2048)),
     ("products", (90, 4096, 4096, 1, 64, 160, 2048)),
     ("products", (90, 24576, 4096, 1, 192)),
     ("products", (100, 4096, 4096, 1, 192)),
     ("products of codes", (80, 4, 32, True, 1, 192, 2048)),
-    ("products of codes", (89, 8, 16, True, 1, 64)),
+    ("products of codes", (86, 4, 32, True, 1, 64, 192, 2048)),
+    ("products of codes", (89, 4, 32, True, 1, 64, 192, 2048)),
+    ("products of codes", (89, 8, 16, True, 1, 64, 192, 2048)),
+    ("products of codes", (120, 4, 32, True, 1, 64, 192, 2048)),
+    ("products of codes", (120, 8, 16, True, 1, 64, 192, 2048)),
     ("products of codes", (90, 4, 32, False, 1, 64, 192, 2048)),
     ("products of codes", (90, 8, 16, False, 1, 192)),
     ("products of codes", (100, 4, 16, False, 1, 192)),
     ("rows", (80, FP16, 64, 2048, 1)),
+    ("rows", (89, BF16, 128, 4096, 2)),
     ("rows", (90, BF16, 128, 5120, 4)),
+    ("rows", (120, BF16, 128, 4096, 2)),
     ("rows", (100, FP32, 96, 16384, 2)),
     ("rows", (80, BF16, 64, 2048, 1, True)),
     ("rows", (90, BF16, 128, 5120, 4, True)),
@@ -173,10 +188,13 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("sampling", (90, FP32, 0.7, True)),
     ("sampling", (90, BF16, 0.0, True)),
     ("sampling", (100, FP32, 0.7, True)),
+    ("sampling", (120, BF16, 0.7, False)),
     ("experts", (80, BF16, True)),
+    ("experts", (89, BF16, False)),
     ("experts", (90, BF16, False)),
     ("experts", (90, FP16, True)),
     ("experts", (100, BF16, False)),
+    ("experts", (120, BF16, True)),
 ]
 
 
@@ -201,7 +219,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize(
     ("dtype", "quantized"), [(BF16, False), (BF16, True), (FP16, False), (FP16, True), (FP32, False)]
 )
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 def test_attention_keeps_its_numbers_in_registers(
     architecture: int, dtype: torch.dtype, quantized: bool, compiler: ProcessPoolExecutor
 ) -> None:
@@ -224,7 +242,7 @@ def test_attention_keeps_its_numbers_in_registers(
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 def test_wide_tiles_are_blocks_of_the_same_operations(
     architecture: int, dtype: torch.dtype, compiler: ProcessPoolExecutor
 ) -> None:
@@ -251,17 +269,19 @@ def test_wide_tiles_are_blocks_of_the_same_operations(
         assert dots[1] == 4 * dots[0], arguments
 
 
-# `make test-all` compiles for an A100 and an H100.
+# `make test-all` compiles for an A100, an L4 and an H100.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [pytest.param(*case, marks=[] if case[1][0] in (80, 90) else pytest.mark.long) for case in CASES],
+    [pytest.param(*case, marks=[] if case[1][0] in (80, 89, 90) else pytest.mark.long) for case in CASES],
 )
 def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: ProcessPoolExecutor) -> None:
     architecture = arguments[0]
     found = compiler.submit(build_all, kind, arguments).result()
     assert found
-    max_stack = MAX_SPILLED if kind == "attention" else 0
+    # Where warps have the matrix units, numbers go through their registers on the way from codes.
+    spills = kind == "attention" or (kind == "products of codes" and architecture not in (90, 100))
+    max_stack = MAX_SPILLED if spills else 0
     for build in found:
         assert build.stack <= max_stack, build.name
         assert build.shared_memory <= MEMORY[architecture], build.name
