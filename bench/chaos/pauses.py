@@ -26,10 +26,10 @@ class Window:
 def pauses(records: Sequence[StreamRecord], window: Window) -> dict[str, Any]:
     """Seconds. A stream's pause is the longest gap between two of its deliveries that touches the window.
 
-    Only streams count that had begun to deliver before the window began and ended after that. `whole_cell` is the
-    longest time in which no stream got anything.
+    Only streams count that had begun to deliver before the window ended. `whole_cell` is the longest time in which no
+    stream got anything.
     """
-    running = [record for record in records if record.arrivals and record.arrivals[0] < window.begin < record.ended]
+    running = [one for one in records if one.arrivals and one.arrivals[0] < window.end and one.ended > window.begin]
     longest = [max(_gaps(record, window), default=0.0) for record in running]
     merged = sorted(time for record in records for time in record.arrivals)
     return {

@@ -19,23 +19,17 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from bench.control_plane.scheduler import run_scheduler
+from bench.control_plane.scheduler import running
 from bench.control_plane.worker import MAX_LENGTH
 from bench.core_speed import Load, Pace, measure
 from bench.record import describe_machine
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
-from services.launch.launcher import WorkerLaunch, WorkerLauncher
-from services.rpc.channel_security import ChannelSecurity, random_token
-from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.scheduler_client.remote import SchedulerClient
+from services.launch.launcher import WorkerLaunch
 from services.scheduler_client.remote_stream import RemoteStream
 
 NOWHERE, WORKERS, TARGETS = "nowhere", "workers", "targets"
@@ -78,33 +72,11 @@ def load_of(batch: int, drafting: str, agreement: float) -> Load:
     )
 
 
-@asynccontextmanager
-async def running(load: Load, pace: Pace, drafting: str) -> AsyncIterator[tuple[SchedulerClient, Any]]:
-    """The gateway's client, and the connection to the scheduler's process."""
-    security = ChannelSecurity(token=random_token())
+def launches_of(load: Load, pace: Pace, drafting: str) -> list[WorkerLaunch]:
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
     settings["inside"] = drafting == TARGETS
     roles = [Role.TARGET, *([Role.DRAFT] if drafting == WORKERS else [])]
-    launches = [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    async with WorkerLauncher(launches, security=security) as launcher:
-        endpoints = [WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers]
-        process = context.Process(target=run_scheduler, args=(theirs, load.config(), endpoints, security), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            address: str = await asyncio.to_thread(ours.recv)
-
-            async def resolve() -> str:
-                return address
-
-            async with SchedulerClient([resolve], security=security) as client:
-                yield client, ours
-        finally:
-            ours.close()
-            process.terminate()
-            process.join()
+    return [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
 
 
 async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple[float, Any, Any, float]:
@@ -115,7 +87,7 @@ async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple
         async for emission in stream:
             counts[index] += len(emission.tokens)
 
-    async with running(load, pace, drafting) as (client, scheduler):
+    async with running(load.config(), launches_of(load, pace, drafting)) as (client, scheduler, _):
         request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
         streams = await asyncio.gather(*(client.submit(request) for _ in counts))
         readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]

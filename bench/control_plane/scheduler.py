@@ -1,21 +1,27 @@
-"""The scheduler of `python -m bench.control_plane`, in a process of its own."""
+"""A scheduler in a process of its own, with workers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from statistics import median
+from typing import Any
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SendStep, StepCompleted
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.observer import ServiceObserver, StepTimings
-from services.rpc.channel_security import ChannelSecurity
+from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.server import SchedulerServer
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler_client.remote import SchedulerClient
 
 
 class TurnAround(ServiceObserver):
@@ -39,6 +45,33 @@ class TurnAround(ServiceObserver):
         """How many there were since it was called last, and their median."""
         seconds, self._seconds = self._seconds, array("d")
         return len(seconds), median(seconds) if seconds else None
+
+
+@asynccontextmanager
+async def running(
+    config: SchedulerConfig, launches: Sequence[WorkerLaunch]
+) -> AsyncIterator[tuple[SchedulerClient, Any, WorkerLauncher]]:
+    """A gateway's client, the connection to the scheduler's process, and the workers."""
+    security = ChannelSecurity(token=random_token())
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    async with WorkerLauncher(launches, security=security) as launcher:
+        endpoints = [WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers]
+        process = context.Process(target=run_scheduler, args=(theirs, config, endpoints, security), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            address: str = await asyncio.to_thread(ours.recv)
+
+            async def resolve() -> str:
+                return address
+
+            async with SchedulerClient([resolve], security=security) as client:
+                yield client, ours, launcher
+        finally:
+            ours.close()
+            process.terminate()
+            process.join()
 
 
 def run_scheduler(

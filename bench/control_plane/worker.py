@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from bench.core_speed import Pace
@@ -96,7 +96,9 @@ def _wait_until(end: float) -> None:
         time.sleep(0)
 
 
-def load(arguments: WorkerArguments, progress: Progress) -> Serve:
+def load(
+    arguments: WorkerArguments, progress: Progress, make_target: Callable[..., PacedTarget] = PacedTarget
+) -> Serve:
     """A target drafts by itself with `inside`; otherwise a draft worker may serve it."""
     settings = arguments.settings
     given = Pace(**settings["pace"]), settings["agreement"], settings["batch"]
@@ -104,8 +106,8 @@ def load(arguments: WorkerArguments, progress: Progress) -> Serve:
         return serving_draft(PacedDraft(*given), prefix_cache=False)
     if settings["inside"]:
         own = InsideDrafting(ModelDrafting(PacedDraft(*given), prefix_cache=False))
-        return serving(StepExecutor(PacedTarget(*given, "paced"), proposer=Proposers(draft=own)))
-    target = PacedTarget(*given)
+        return serving(StepExecutor(make_target(*given, "paced"), proposer=Proposers(draft=own)))
+    target = make_target(*given)
     remote = RemoteProposer(target.description.vocabulary_size, arguments.security)
     return serving(StepExecutor(target, proposer=Proposers(draft=remote), remote=remote))
 
