@@ -177,7 +177,9 @@ class WatchedCore(SchedulerCore):
             self._fail(f"{what}, after {before}")
 
     def _check_drained(self, worker_id: str) -> None:
-        """Nobody that has something to do uses the draft worker any more."""
+        """Nobody that has something to do uses the draft worker any more, unless it is gone."""
+        if worker_id not in self._workers:
+            return
         snapshot = self.snapshot()
         for target in snapshot.workers:
             grant = self._grants.get(target.worker_id)
