@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ from services.launch.process_tuning import compute_environment
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity, random_token
 
 _PATIENCE = 120.0
-_UNDISTURBED_SECONDS = 20.0
+_UNDISTURBED_SECONDS = 15.0
+_LONG_EVERY = 8
 _GAP_SECONDS, _GAP_TIMES = 1.0, 2.0
 _DRAFTS = 2
 _TURN_SECONDS, _TURN_SHARE = 0.1, 0.1
@@ -70,7 +72,7 @@ FAULTS = ("kill", "stop", "slow", "leave", *_WAYS)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, whether beside drafts or beside processes that are none. Every fourth prompt has
+    """What is measured, whether beside drafts or beside processes that are none. Every eighth prompt has
     `prompt_tokens` tokens at random, if there are to be any."""
 
     faults: list[str]
@@ -97,7 +99,7 @@ class Plan:
     def cases(self) -> list[Case]:
         asked = cases(self.streams, self.max_tokens)
         draw = random.Random(1)
-        for place in range(0, self.streams if self.prompt_tokens else 0, 4):
+        for place in range(0, self.streams if self.prompt_tokens else 0, _LONG_EVERY):
             prompt = tuple(draw.randrange(100, 40_000) for _ in range(self.prompt_tokens))
             asked[place] = Case(prompt, place, 0.8 * (place % 2), self.max_tokens)
         return asked
@@ -152,7 +154,7 @@ class Cell:
             module = ("deploy.processes", "worker") if not kind else ("bench.chaos.draft_process", kind)
             command = Command(module[0], [module[1], launch.name], variables)
             log = self.folder / f"{launch.name}.log"
-            self.drafts.append(ChildProcess(launch.name, lambda _, command=command: command, log, self.ups))
+            self.drafts.append(ChildProcess(launch.name, partial(_always, command), log, self.ups))
         await self.group.start(*self.drafts)
 
     def processor_seconds(self) -> list[float]:
@@ -187,6 +189,10 @@ async def serving(plan: Plan, kind: str, shares: list[float]) -> AsyncIterator[C
         cell = Cell(config, folder, group, address, security, ups)
         await cell.start_drafts(drafts, kind, shares)
         yield cell
+
+
+def _always(command: Command, port: int) -> Command:
+    return command
 
 
 @contextmanager
@@ -314,7 +320,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--policy", default="ragged", help="ragged always drafts")
     parser.add_argument("--streams", type=int, default=32, help="at once")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=0, help="of every fourth prompt, at random; 0: none is")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=0, help="of every eighth prompt, at random; 0: none is long"
+    )
     parser.add_argument("--settings", type=json.loads, default={}, help="sections of spool.yaml, as JSON")
     parser.add_argument("--output", type=Path, default=Path("drafts.json"))
     asked = vars(parser.parse_args(argv))
@@ -323,7 +331,10 @@ def main(argv: list[str]) -> int:
     try:
         if beside is None:
             plan = Plan(**asked)
-            result = origin(command) | {"plan": asdict(plan), "drafts": asyncio.run(measure(plan, None))}
+            result: dict[str, Any] = origin(command) | {
+                "plan": asdict(plan),
+                "drafts": asyncio.run(measure(plan, None)),
+            }
             holds = not result["drafts"]["wrong"]
         else:
             file, result = beside, json.loads(beside.read_text(encoding="utf-8"))
