@@ -145,6 +145,8 @@ class TargetPlanner:
         for sequence in followers:
             sequence_id, length = sequence.sequence_id, sequence.length
             before = target.in_flight[sequence_id]
+            # For each token that the row before accepts, one more may lie behind the end of the sequence: the commit
+            # leaves out what is verified there, and `end` counts its pages.
             verify = min(before.draft_length, sequence.end - length - 2)
             most = 1 + verify
             end = length + before.verify + most

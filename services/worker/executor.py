@@ -176,6 +176,8 @@ class StepExecutor:
         if request.step_id <= self._last_step_id:
             error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
             return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
+        if (error := _uneven(request.following)) is not None:
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
         self._last_step_id = request.step_id
         reply = self._run(request, arrived, computing)
         self._replies[request.step_id] = reply
@@ -240,7 +242,7 @@ class StepExecutor:
                 timings = outcome.timings
                 for (place, prepared), row, row_outcome in zip(running, rows, outcome.rows, strict=True):
                     results[place] = self._settle(prepared, row_outcome, len(row.draft_tokens))
-                    if row.draft_length and results[place].status is RowStatus.OK:
+                    if row.draft_length and self.engine.pool.rewinds and results[place].status is RowStatus.OK:
                         self._add_offer(prepared, row, row_outcome)
         report = self._proposer.report()
         ended = self._ended = self._clock()
@@ -306,7 +308,8 @@ class StepExecutor:
     def _with_proposals(self, prepared: Sequence[PreparedRow], wait_seconds: float) -> list[VerifyRow]:
         """Rows of the engine, which verify what is proposed for them."""
         rows = [_verify_row(one) for one in prepared]
-        # Where tables cannot be cut anywhere, a rejected token would have the states of its page computed again.
+        # Where tables cannot be cut anywhere, a rejected token would have the states of its page computed again. There
+        # nothing is verified, nor offered to whoever proposes.
         verifying = [place for place, one in enumerate(prepared) if one.verify and self.engine.pool.rewinds]
         asked: list[Asked] = []
         for place in verifying:
@@ -356,6 +359,16 @@ class StepExecutor:
             error=error,
             free_pages=self.free_pages,
         )
+
+
+def _uneven(following: worker_pb2.FollowingRows) -> str | None:
+    """What is wrong with columns that do not fit each other."""
+    size = len(following.sequence_ids)
+    for name in ("kv_lens", "prefix_digests", "draft_lengths", "verify"):
+        found, optional = len(getattr(following, name)), name in ("draft_lengths", "verify")
+        if found != size and (found or not optional):
+            return f"following.{name} has {found} entries, must have {size} as sequence_ids has"
+    return None
 
 
 def _verify_row(prepared: PreparedRow) -> VerifyRow:

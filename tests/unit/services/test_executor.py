@@ -119,6 +119,20 @@ def test_rows_that_follow_are_answered_after_the_others(target: Conversation) ->
     assert [len(one.logprobs) for one in followed] == [1, 0, 0]
 
 
+@pytest.mark.parametrize("name", ["kv_lens", "prefix_digests", "draft_lengths", "verify"])
+def test_a_step_whose_following_rows_are_uneven_is_refused_and_nothing_else(target: Conversation, name: str) -> None:
+    target.step(opening(1, sample=True))
+    uneven = following(PROMPT)
+    getattr(uneven, name).extend([0, 0])
+    reply = target.reply(opening(2), following=uneven)
+    assert reply.status == worker_pb2.STEP_STATUS_INVALID
+    assert f"following.{name} has" in reply.error
+    assert "must have 1 as sequence_ids has" in reply.error
+    assert target.executor.sequences == 1
+    (follows,) = target.step(following=following(PROMPT))
+    assert follows.tokens == tuple(continuation(PROMPT, 2)[1:])
+
+
 def test_nothing_follows_the_end_of_a_grammar(target: Conversation) -> None:
     parameters = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
     parameters.sampling.top_p = parameters.sampling.repetition_penalty = 1
@@ -275,6 +289,15 @@ def test_rows_verify_what_was_proposed_behind_the_reply() -> None:
     (third,) = target.step(following=follows)
     assert (third.tokens, third.verified, third.accepted) == (tuple(output[4:6]), 1, 1)
     assert len(oracle.offered) == 2
+
+
+def test_nothing_is_offered_where_nothing_can_be_verified(engine: StandInEngine) -> None:
+    engine.pool.rewinds = False
+    target = Conversation(StepExecutor(engine, EPOCH, proposer=Proposers(draft=(oracle := Oracle()))))
+    (first,) = target.step(opening(1, sample=True, draft_length=3))
+    (second,) = target.step(row(1, [*PROMPT, *first.tokens], 5, sample=True, verify=3, draft_length=3))
+    assert (second.tokens, second.verified) == (tuple(continuation(PROMPT, 2)[1:]), 0)
+    assert oracle.offered == []
 
 
 def test_a_proposal_after_other_tokens_is_not_verified() -> None:
