@@ -176,8 +176,8 @@ class StepExecutor:
         if request.step_id <= self._last_step_id:
             error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
             return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
-        if (error := _uneven(request.following)) is not None:
-            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
+        if (uneven := _uneven(request.following)) is not None:
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, uneven)
         self._last_step_id = request.step_id
         reply = self._run(request, arrived, computing)
         self._replies[request.step_id] = reply
