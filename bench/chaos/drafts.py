@@ -84,15 +84,17 @@ class Plan:
     prompt_tokens: int
     settings: dict[str, Any]
 
-    def config(self, folder: Path) -> SpoolConfig:
-        groups = {"target": {"replicas": self.targets}, "draft": {"replicas": _DRAFTS}}
+    def config(self) -> SpoolConfig:
+        def section(name: str, **fields: Any) -> dict[str, Any]:
+            return {**fields, **self.settings.get(name, {})}
+
         plain = {
             **self.settings,
-            "models": {"draft_in": "workers", **self.settings.get("models", {})},
-            "scheduling": {"policy": self.policy},
-            "groups": groups,
-            "metrics": {"scheduler_address": None},
-            "gateway": {"port": 8300, "grpc_port": 8301},
+            "models": section("models", draft_in="workers"),
+            "scheduling": section("scheduling", policy=self.policy),
+            "groups": section("groups", target={"replicas": self.targets}, draft={"replicas": _DRAFTS}),
+            "metrics": section("metrics", scheduler_address=None),
+            "gateway": section("gateway", port=8300, grpc_port=8301),
         }
         return configuration_from(plain).on_one_machine()
 
@@ -181,7 +183,7 @@ async def serving(plan: Plan, kind: str, shares: list[float]) -> AsyncIterator[C
     """With draft workers if `kind` is empty, else with processes of this kind (draft_process.py) in their place."""
     async with AsyncExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="spool-chaos-")))
-        config, security, ups = plan.config(folder), ChannelSecurity(token=random_token()), Ups()
+        config, security, ups = plan.config(), ChannelSecurity(token=random_token()), Ups()
         prepare_models(config, Reporter())
         workers = cell_workers(config)
         targets, drafts = ([one for one in workers if one.role is role] for role in (Role.TARGET, Role.DRAFT))

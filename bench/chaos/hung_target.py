@@ -31,11 +31,12 @@ from services.launch.launcher import WorkerLaunch
 from services.scheduler_client.remote_stream import RemoteStream
 
 _TARGETS, _DRAFTS = 3, 2
-_STREAMS_EACH = 8
+_STREAMS_EACH, _BATCH = 4, 8
+"""Where a target is lost, its sequences have room in the batches of the others."""
 _PACE = Pace(target_step=0.025, target_row=0.0001, draft_pass=0.005)
 _SHARE = 0.9
 _PROMPT = (7,) * 32
-_WARM_UP_SECONDS, _RECOVERY_SECONDS = 5.0, 5.0
+_WARM_UP_SECONDS, _RECOVERY_SECONDS = 3.0, 3.0
 
 
 @dataclass
@@ -59,16 +60,14 @@ class Reader:
 
 
 def launches(agreement: float) -> list[WorkerLaunch]:
-    common = {"pace": asdict(_PACE), "agreement": agreement, "batch": _STREAMS_EACH, "inside": False}
+    common = {"pace": asdict(_PACE), "agreement": agreement, "batch": _BATCH, "inside": False}
     module = "bench.chaos.hanging_worker"
     targets = [WorkerLaunch(Role.TARGET, {**common, "number": n}, module=module) for n in range(_TARGETS)]
     return [*targets, *(WorkerLaunch(Role.DRAFT, common, module=module) for _ in range(_DRAFTS))]
 
 
 async def measure(policy: str, agreement: float, seconds: float) -> list[dict[str, Any]]:
-    config = SchedulerConfig(
-        batch_size=_STREAMS_EACH, max_running=2 * _STREAMS_EACH, policy=Policy(policy), draft_length=4
-    )
+    config = SchedulerConfig(batch_size=_BATCH, max_running=_BATCH, policy=Policy(policy), draft_length=4)
     async with running(config, launches(agreement)) as (client, _, launcher):
         request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
         streams = await asyncio.gather(*(client.submit(request) for _ in range(_TARGETS * _STREAMS_EACH)))
@@ -119,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", nargs="+", default=[policy.value for policy in Policy])
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
-    parser.add_argument("--seconds", type=float, default=5.0, help="before a fault, and of it")
+    parser.add_argument("--seconds", type=float, default=6.0, help="before a fault, and of it")
     asked = parser.parse_args()
     rows = [row for policy in asked.policy for row in asyncio.run(measure(policy, asked.agreement, asked.seconds))]
     print(json.dumps({"pace": asdict(_PACE), "agreement": asked.agreement, "rows": rows}))
