@@ -223,11 +223,6 @@ class _Run:
         self._handle(SequenceSubmitted(SequenceRequest(self._submitted, prompt, max_tokens)))
 
     def _next(self) -> None:
-        deadline = self.core.next_deadline()
-        if deadline is not None and (not self._due or deadline < self._due[0][0]):
-            self._now = deadline
-            self._handle()
-            return
         self._now, _, target, answer = heapq.heappop(self._due)
         target.steps.popleft()
         if target.steps:

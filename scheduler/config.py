@@ -39,10 +39,11 @@ class SchedulerConfig:
     three targets, three times as many may run), `batch_size` those of a verify group, and `prefill_chunk` the tokens
     that catch up in one step of a target (None: half of those that its passes take). Every round drafts `draft_length`
     tokens, under AUTO up to so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them
-    submissions of keys that have their part of the queue are refused (scheduler/transitions/admission_limits.py). No
-    sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is taken to be
-    `initial_step_seconds` until it was measured. `steps_in_flight` includes the step that a target runs. `keys` are the
-    classes of the API keys that have a name; each other key has weight 1 and no limits.
+    submissions of keys that have their part of the queue are refused (scheduler/transitions/admission_limits.py). Under
+    EXSPEC, `wait_bound_steps` verify groups may pass a sequence over when it would be its turn. Where draft lengths are
+    fixed, a step waits for a draft worker as long as so many verify steps take, each `initial_step_seconds` until it was
+    measured. `steps_in_flight` includes the step that a target runs. `keys` are the classes of the API keys that have a
+    name; each other key has weight 1 and no limits.
 
     Raises `ValueError` naming field, value and limit.
     """

@@ -35,7 +35,6 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.state.invariants import check_integrity
 from scheduler.state.worker_records import Work
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
 from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
@@ -48,9 +47,8 @@ from scheduler.transitions.results import Rounds
 class SchedulerCore:
     """Drives target workers for all live sequences, and tells each which draft worker serves it.
 
-    Feed every event to `apply`, and call `plan` after a batch of them and when `next_deadline` says so; carry out the
-    commands that both return, in their order. The same calls at the same times give the same commands. No time may be
-    before the one of the last call; one that is counts as that one.
+    Feed every event to `apply`, call `plan` after a batch of them, and carry out the commands of both in their order.
+    The same calls at the same times give the same commands. A time before that of the last call counts as the latter.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -66,7 +64,8 @@ class SchedulerCore:
 
     def apply(self, event: Event, now: float) -> list[Command]:
         """What follows from the event itself: output, ends, refusals and moves of KV. Its steps follow from `plan`."""
-        now = self._begin(now)
+        now = self._now = max(now, self._now)
+        self._commands.clear()
         match event:
             case StepCompleted():
                 target = self._fleet.targets.get(event.worker_id)
@@ -86,31 +85,30 @@ class SchedulerCore:
             case WorkerDraining():
                 self._drain(event.worker_id, now)
             case KvMoved():
-                self._lifecycle.moved(event, now)
+                self._lifecycle.moved(event)
         return self._commands.copy()
 
-    def plan(self, now: float) -> list[Command]:
+    def plan(self) -> list[Command]:
         """All steps that can be sent now. The more events before it, the fuller they are.
 
-        In passes, until no target takes another step: sequences are admitted, then every target is asked for which the
-        answer may be another one than when it was asked last.
+        In passes, until no target takes another step: sequences are admitted, then every target is asked at which
+        anything has changed since it was asked last.
         """
-        now = self._begin(now)
+        self._commands.clear()
         progress, asked = True, list[TargetWorker]()
         while progress:
             preemptions = self._counters.preemptions
             progress = self._lifecycle.admit()
             for target in self._fleet.targets.values():
-                due = target.waits_until
-                if target.changed or (due is not None and due <= now):
+                if target.changed:
                     asked.append(target)
-                    progress |= self._send(self._planner.plan(target, self._last_step_id + 1, now))
+                    progress |= self._send(self._planner.plan(target, self._last_step_id + 1))
             # A preemption may have freed pages without a step: a waiting sequence may fit now.
             progress |= self._counters.preemptions > preemptions
         for target in asked:
             if target.releases and not target.outstanding:
                 self._send(target.send(self._last_step_id + 1, (), Work()))
-        self._lifecycle.report_drained()
+        self._commands.extend(map(WorkerDrained, self._fleet.drained()))
         return self._commands.copy()
 
     def _send(self, step: SendStep | None) -> bool:
@@ -123,13 +121,7 @@ class SchedulerCore:
     def handle(self, events: Iterable[Event], now: float) -> list[Command]:
         """A batch of events, then one plan."""
         commands = [command for event in events for command in self.apply(event, now)]
-        return commands + self.plan(now)
-
-    def next_deadline(self) -> float | None:
-        """When to plan without an event: a target waits for a larger step and must stop waiting then. None: never."""
-        targets = self._fleet.targets.values()
-        waits = [due for target in targets if (due := target.waits_until) is not None and not target.in_flight]
-        return min(waits, default=None)
+        return commands + self.plan()
 
     @property
     def targets(self) -> int:
@@ -145,10 +137,6 @@ class SchedulerCore:
     def waiting(self) -> int:
         """Sequences that nobody works on yet."""
         return len(self._live.waiting)
-
-    def wait_bound(self, target_id: str) -> float:
-        """Seconds that an idle sequence may now wait voluntarily on this target. KeyError for an unknown one."""
-        return self._fleet.targets[target_id].wait_bound
 
     def snapshot(self) -> Snapshot:
         live, targets = self._live, self._fleet.targets.values()
@@ -197,15 +185,6 @@ class SchedulerCore:
         """Whether a sequence will fail if this worker is lost now, unless the loss is blameless."""
         target = self._fleet.targets.get(worker_id)
         return target is not None and any(sequence.suspected for sequence in in_flight(target))
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError when internal records disagree. Visits every live sequence: call it when idle."""
-        check_integrity(self._live, self._fleet)
-
-    def _begin(self, now: float) -> float:
-        self._now = max(now, self._now)
-        self._commands.clear()
-        return self._now
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -261,7 +240,8 @@ class SchedulerCore:
         if target is not None:
             self._lifecycle.drain(target)
         elif draft is not None:
-            self._assignment.drain(draft, now)
+            self._fleet.drain(draft)
+            self._assignment.renew(now)
         else:
             self._lifecycle.emit(WorkerDrained(worker_id))
 
@@ -273,7 +253,7 @@ class SchedulerCore:
         target = self._fleet.remove(event.worker_id)
         if target is not None:
             suspects = [] if event.blameless or target.draining else in_flight(target)
-            self._lifecycle.lose_target(target, now)
+            self._lifecycle.lose_target(target)
             blame(suspects, target.worker_id, event.reason, self._lifecycle)
         self._assignment.renew(now)
 

@@ -310,7 +310,6 @@ class GroupFormed:
 
     rows: int
     forced_by_bound: bool
-    seconds_waited: float
 
 
 @dataclass(frozen=True, slots=True)

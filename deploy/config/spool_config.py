@@ -51,7 +51,13 @@ class SchedulingSection(Section):
     prefill_chunk: int | None = described(
         None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
     )
-    wait_bound_steps: float = described(1.5, "Verify steps that a sequence may wait for others.", ge=0, le=1000)
+    wait_bound_steps: float = described(
+        1.5,
+        "Verify groups that may pass a sequence over under exspec, and verify steps that a step waits for a draft worker "
+        "where the draft length is fixed.",
+        ge=0,
+        le=1000,
+    )
     draft_batch_size: int | None = described(None, _IDLE, ge=1)
     draft_ahead: int = described(0, _IDLE, ge=0, le=256)
     kv_movement: KvMovement = described(

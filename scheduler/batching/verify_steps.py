@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler.batching.verify_grouping import pick
+from scheduler.config import Policy
 from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
 from scheduler.state.worker_records import KvEntry, Work
 from scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
@@ -18,43 +19,43 @@ class TargetPlanner:
         self._config = lifecycle.config
         self._lifecycle = lifecycle
         self._controller = lifecycle.controller
+        self._any_lengths = lifecycle.config.policy in (Policy.AUTO, Policy.RAGGED)
+        """Whether the policy has no say in which lengths are verified together."""
 
-    def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
+    def plan(self, target: TargetWorker, step_id: int) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do.
 
         Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
         """
-        target.changed, target.waits_until = False, None
+        target.changed = False
         if not target.can_take_step or target.lone_step in target.outstanding:
             return None
         suspect = target.next_suspect() if target.suspects else None
         if suspect is not None and not target.lone_step_was_last:
             if target.in_flight:
                 return None
-            if (step := self._plan_alone(target, suspect, step_id, now)) is not None:
+            if (step := self._plan_alone(target, suspect, step_id)) is not None:
                 return step
-        step = self._plan_group(target, step_id, now) if target.sequences else None
+        step = self._plan_group(target, step_id) if target.sequences else None
         if step is not None:
             target.lone_step_was_last = False
         elif suspect is not None and target.lone_step_was_last and not target.in_flight:
-            step = self._plan_alone(target, suspect, step_id, now)
-        if step is None and target.idle:
-            target.waits_until = next(iter(target.idle.values())).due
+            step = self._plan_alone(target, suspect, step_id)
         return step
 
-    def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int, now: float) -> SendStep | None:
+    def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int) -> SendStep | None:
         rows, work, group = list[Row](), Work(), None
         if suspect.state is PREFILLING:
             self._add_prefill(target, [suspect], rows, work, target.chunk)
         else:
             self._add_group(target, [suspect], [0], rows, work)
-            group = GroupFormed(1, False, now - suspect.idle_since)
+            group = GroupFormed(1, False)
         if not rows:
             return None
         target.lone_step, target.lone_step_was_last = step_id, True
         return target.send(step_id, rows, work, group)
 
-    def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
+    def _plan_group(self, target: TargetWorker, step_id: int) -> SendStep | None:
         batch_size = self._config.batch_size
         can_prefill = bool(target.prefilling) and target.can_prefill()
         leaving, available = self._leaving(target), target.idle
@@ -64,16 +65,15 @@ class TargetPlanner:
         if not (available or target.prefilling or followers):
             return None
         verifying = 0 if followers else target.verifying  # whoever does not follow ends
-        picked, forced = pick(self._config.policy, available, batch_size, now, verifying, may_wait=not can_prefill)
+        policy, groups = self._config.policy, target.groups
+        picked, forced = pick(policy, available, batch_size, groups, verifying, may_wait=not can_prefill)
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
         kept = min(target.chunk, room // 2) if target.prefilling else 0
         chosen, lengths, left = self._fitting(picked, room - kept)
         rows, work = list[Row](), Work()
         self._add_group(target, chosen, lengths, rows, work)
-        all_fit, waited = len(rows) == len(chosen), 0.0
-        if rows:
-            waited = now - target.sequences[rows[0].sequence_id].idle_since
+        all_fit = len(rows) == len(chosen)
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
@@ -87,7 +87,7 @@ class TargetPlanner:
             self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
         if not rows:
             return None
-        group = GroupFormed(work.decoded, forced, waited) if work.decoded else None
+        group = GroupFormed(work.decoded, forced) if work.decoded else None
         return target.send(step_id, rows, work, group, _wait_seconds(target, rows) if work.proposed else 0.0)
 
     def _leaving(self, target: TargetWorker) -> set[int]:
@@ -97,11 +97,12 @@ class TargetPlanner:
 
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
-        samples. All that go on must, else they would be in two steps from then on where one would do."""
+        samples. All that go on must, else they would be in two steps from then on where one would do. A policy that
+        groups by length must wait for the answer, unless nothing is proposed that makes lengths differ."""
         if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        return followers if followers and self._lifecycle.knows_next(followers) else []
+        return followers if self._any_lengths or not any(map(self._controller.longest, followers)) else []
 
     @staticmethod
     def _fitting(sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:

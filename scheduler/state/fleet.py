@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
 from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.state.digests import DigestedTokens
-from scheduler.state.workers import DraftWorker, TargetWorker
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 
 _MOST_LOAD = 1.25
 """KV that is there already spares a part of the prompt once; every token of the answer takes longer beside others."""
@@ -23,6 +24,10 @@ class Fleet:
         self.drafts: dict[str, DraftWorker] = {}
         self.models: dict[str, ModelAcceptance] = {}
         """What is learnt of draft models, by their ids."""
+        self._draining: dict[str, TargetWorker | DraftWorker] = {}
+        """Those that were not reported as drained."""
+        self.max_per_target = config.batch_size if config.policy is Policy.EQSPEC else math.inf
+        """Sequences on one target: EQSPEC verifies all of them together."""
         self.accepting = 0
         """Targets that take new sequences: those that do not drain."""
         self.max_running = 0
@@ -51,10 +56,24 @@ class Fleet:
         self._note_targets()
         return target
 
-    def drain(self, target: TargetWorker) -> None:
-        """The target takes no new sequences from now on."""
-        target.draining = True
+    def drain(self, worker: TargetWorker | DraftWorker) -> None:
+        """The worker will leave: it takes no new sequences, or targets, from now on."""
+        worker.draining = True
+        self._draining[worker.worker_id] = worker
         self._note_targets()
+
+    def drained(self) -> Iterator[str]:
+        """Draining workers that are needed no more, or that are gone, each once."""
+        for worker_id, worker in list(self._draining.items()):
+            if self.targets.get(worker_id) is worker:
+                needed = bool(worker.sequences or worker.outstanding or worker.releases)
+            elif self.drafts.get(worker_id) is worker:
+                needed = any(target.may_ask(worker_id) for target in self.targets.values())
+            else:
+                needed = False
+            if not needed:
+                del self._draining[worker_id]
+                yield worker_id
 
     def _note_targets(self) -> None:
         """Which targets there are has changed, and with it what any of them may do."""
@@ -65,13 +84,12 @@ class Fleet:
         self.max_running = sum(self._config.running_on(target.spec.max_num_batched_tokens) for target in accepting)
         self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
 
-    def pick_target(
-        self, scope: bytes, tokens: DigestedTokens, positions: int, max_sequences: int | None
-    ) -> TargetWorker | None:
-        """The target for a sequence of these tokens, with fewer than `max_sequences` and room for `positions` more."""
-        most = math.inf if max_sequences is None else max_sequences
+    def pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
+        """The target to place the sequence on, with room for `positions`; None where there is no such target."""
+        most = self.max_per_target
         free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
-        return _closest([one for one in free if one.has_room(positions)], scope, tokens)
+        able = [one for one in free if one.has_room(positions)]
+        return _closest(able, sequence.request.cache_scope, sequence.tokens)
 
 
 def _closest(targets: list[TargetWorker], scope: bytes, tokens: DigestedTokens) -> TargetWorker | None:

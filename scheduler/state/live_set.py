@@ -10,7 +10,6 @@ the order goes by what a key has claimed, and counters are raised to what was se
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -38,9 +37,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._members)
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._members
 
     def part_of(self, total: int, account: KeyAccount) -> int:
         """An equal part of a total for each key with waiting sequences, the account's counted in; at least 1."""
@@ -94,16 +90,6 @@ class WaitingQueue:
             del self._competing[account]
             self._last = account
 
-    def is_right(self) -> bool:
-        """Whether totals are right, and every sequence and key would be found."""
-        return (
-            self.tokens == sum(sequence.length for sequence in self._members.values())
-            and len(self._members) == sum(map(len, self._by_key.values()))
-            and all(line == sorted(line, key=_rank) for line in self._by_key.values())
-            and all(account.waiting == len(line) for account, line in self._by_key.items())
-            and self._competing.keys() == {one for one in self._by_key if one.waiting > 0 and one.may_run_more}
-        )
-
 
 class LiveSet:
     """All live sequences by id; each of them is either `waiting` or `running`, and counted so for its key."""
@@ -135,14 +121,3 @@ class LiveSet:
         account.running += by
         account.claim_prompt(by * sequence.prompt_left)
         self.waiting.update(account)
-
-    def is_right(self) -> bool:
-        """Whether every sequence is in exactly one place, and counted for its key."""
-        running = Counter(sequence.account for sequence in self.running.values())
-        return (
-            self.waiting.is_right()
-            and all((one in self.waiting) != (one in self.running) for one in self.sequences)
-            and len(self.waiting) + len(self.running) == len(self.sequences)
-            and all(sequence.length == len(sequence.tokens) for sequence in self.sequences.values())
-            and all(account.running == running[account] for account in self.accounts)
-        )

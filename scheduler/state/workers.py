@@ -61,9 +61,8 @@ class Sequence:
     # One round.
     verify: int = 0
     """Proposed tokens that the next row may verify: so many were asked for with the row before."""
-    idle_since: float = 0.0
     due: float = 0.0
-    """When an IDLE sequence waits for others no more."""
+    """From which of the target's groups on an IDLE sequence must not be passed over any more."""
 
     # What the first output tells of the prompt.
     prompt_left: int = field(init=False)
@@ -177,8 +176,6 @@ class TargetWorker:
         self.grant: DraftGrant | None = None
         self.draft_died = False
         """Whether the draft worker of the latest grant has."""
-        self.told: DraftGrant | None = None
-        """The grant in the step that was sent last."""
         self.granted_at = 0.0
         self.late_steps = 0
         """Steps in a row in which too few proposals were there in time."""
@@ -205,11 +202,9 @@ class TargetWorker:
         self.idle: dict[int, Sequence] = {}
         self.verifying = 0
         self.suspects: dict[int, Sequence] = {}
-        self.waits_until: float | None = None
-        """Until when IDLE sequences wait at most, for others or for the step under way; None where nothing waits."""
-        self._latest_due = 0.0
-        self._steps_in_flight = config.steps_in_flight
-        self._batch_size, self._wait_bound_steps = config.batch_size, config.wait_bound_steps
+        self.groups = 0
+        """Verify groups that were sent."""
+        self._config = config
 
     # --- KV and pages -------------------------------------------------------------------------------------------------
 
@@ -268,7 +263,7 @@ class TargetWorker:
 
     @property
     def can_take_step(self) -> bool:
-        return len(self.outstanding) < self._steps_in_flight
+        return len(self.outstanding) < self._config.steps_in_flight
 
     def abandon_rows(self, sequence_id: int) -> None:
         """Ignores the answers to all rows of the sequence that are in flight."""
@@ -333,11 +328,16 @@ class TargetWorker:
     ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
         self.changed = True
+        self.groups += group is not None
         released, rows, grant = tuple(self.releases), tuple(rows), self.grant
         self.releases.clear()
         self.outstanding[step_id] = Step(rows, work, grant)
-        self.told = grant
         return SendStep(self.worker_id, step_id, rows, released, group, grant, wait_seconds)
+
+    def may_ask(self, draft_id: str) -> bool:
+        """Whether a step that is not answered yet lets the target ask this draft worker."""
+        grants = (step.grant for step in self.outstanding.values())
+        return any(grant is not None and grant.draft_id == draft_id for grant in grants)
 
     # --- who waits for what -------------------------------------------------------------------------------------------
 
@@ -355,21 +355,13 @@ class TargetWorker:
 
     @property
     def wait_bound(self) -> float:
-        """Seconds that an IDLE sequence may now wait voluntarily."""
-        return self._wait_bound_steps * self.figures.step.seconds
+        """Seconds that a step may wait for proposals which are to be verified in any case."""
+        return self._config.wait_bound_steps * self.figures.step.seconds
 
-    def due(self, now: float) -> float:
-        """Until when a sequence that is IDLE from now on may be made to wait: the bound, counted from its place among
-        the others.
-
-        Those that were IDLE earlier go first in any case, a batch in each step; that wait is not a choice. No sequence
-        is due before one that was IDLE earlier.
-        """
-        steps = self._wait_bound_steps + len(self.idle) // self._batch_size
-        due = now + steps * self.figures.step.seconds
-        if due > self._latest_due:
-            self._latest_due = due
-        return self._latest_due
+    def due(self) -> float:
+        """From which group on a sequence that is IDLE from now on must not be passed over any more: the wait bound,
+        counted from its place among the others. Those before it fill groups in any case."""
+        return self.groups + self._config.wait_bound_steps + len(self.idle) // self._config.batch_size
 
     def next_suspect(self) -> Sequence | None:
         """The suspect that came first of those that have no row in flight."""

@@ -7,8 +7,6 @@ costs speed until the target gets another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from scheduler.messages import DraftGrant, DraftingReport
 from scheduler.state.fleet import Fleet
 from scheduler.state.workers import DraftWorker, TargetWorker
@@ -16,7 +14,8 @@ from scheduler.state.workers import DraftWorker, TargetWorker
 _LATE_STEPS = 3
 """A draft is late when in so many steps in a row fewer than half of the proposals came in time."""
 _SECONDS_BETWEEN = 5.0
-"""A target that complains gets another draft at most so often: the new one must read the prompts first."""
+"""A target gets another draft for being served badly, or for the balance, at most so often: a new one must read the
+prompts first."""
 _SECONDS_UNTIL_BALANCED = 60.0
 """After so long a draft that targets have left gets some again, as it may have recovered."""
 _WORST_BALANCE = 2
@@ -32,22 +31,30 @@ class Assignment:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._last_number = 0
-        self._draining: dict[str, DraftWorker] = {}
-        self._renewed_at = 0.0
+        self._balanced_at = 0.0
 
     def renew(self, now: float) -> None:
-        """Workers have come, gone or begun to drain, or some time has passed: gives targets other drafts where they
-        need them, and where that makes the loads more equal."""
-        self._renewed_at = now
+        """Workers have come, gone or begun to drain: gives targets other drafts where they need them, and where that
+        makes the loads more equal."""
         drafts = self._able()
         for target in self._fleet.targets.values():
             if not target.spec.own_draft_id and (target.draft is None or target.draft not in drafts):
                 self._grant(target, _idlest(drafts), now)
+        self._balance(now, granted_before=now)
+
+    def _balance(self, now: float, granted_before: float) -> None:
+        """Makes the loads of drafts more equal, by targets that got their drafts no later than `granted_before`."""
+        self._balanced_at = now
+        drafts = self._able()
         while len(drafts) > 1:
             drafts.sort(key=lambda draft: draft.load)
             idlest, busiest = drafts[0], drafts[-1]
             gap = busiest.load - idlest.load
-            movable = [target for target in busiest.targets.values() if _weight(target) < gap]
+            movable = [
+                target
+                for target in busiest.targets.values()
+                if _weight(target) < gap and target.granted_at <= granted_before
+            ]
             if busiest.load <= _WORST_BALANCE * idlest.load or not movable:
                 break
             self._grant(min(movable, key=lambda target: abs(gap - 2 * _weight(target))), idlest, now)
@@ -64,28 +71,13 @@ class Assignment:
             other = _idlest([draft for draft in self._able() if draft is not target.draft])
             if other is not None:
                 self._grant(target, other, now)
-        if now >= self._renewed_at + _SECONDS_UNTIL_BALANCED:
-            self.renew(now)
+        if now >= self._balanced_at + _SECONDS_UNTIL_BALANCED:
+            self._balance(now, granted_before=now - _SECONDS_BETWEEN)
 
     def died(self, draft: DraftWorker) -> None:
         """Its targets are to know, since what they have asked for may be the reason."""
         for target in draft.targets.values():
             target.draft_died = True
-
-    def drain(self, draft: DraftWorker, now: float) -> None:
-        """Other drafts serve its targets from now on."""
-        draft.draining = True
-        self._draining[draft.worker_id] = draft
-        self.renew(now)
-
-    def drained(self) -> Iterator[str]:
-        """Draining drafts that no target asks any more, or that are gone, each once. A target asks as long as the step
-        that was sent last says so; one without sequences asks for nothing."""
-        for worker_id, draft in list(self._draining.items()):
-            gone = self._fleet.drafts.get(worker_id) is not draft
-            if gone or not any(_asks(target, worker_id) for target in self._fleet.targets.values()):
-                del self._draining[worker_id]
-                yield worker_id
 
     def _able(self) -> list[DraftWorker]:
         return [draft for draft in self._fleet.drafts.values() if not draft.draining]
@@ -110,9 +102,3 @@ def _idlest(drafts: list[DraftWorker]) -> DraftWorker | None:
 def _weight(target: TargetWorker) -> int:
     """The target's part of its draft's load."""
     return 1 + len(target.sequences)
-
-
-def _asks(target: TargetWorker, draft_id: str) -> bool:
-    """Whether the target may ask this draft, as far as the target knows."""
-    told = target.told
-    return told is not None and told.draft_id == draft_id and bool(target.sequences or target.outstanding)

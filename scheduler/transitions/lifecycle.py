@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.config import KvMovement, SchedulerConfig
 from scheduler.messages import (
     Command,
     FailSequence,
@@ -14,7 +12,6 @@ from scheduler.messages import (
     MoveKv,
     Row,
     SequenceState,
-    WorkerDrained,
 )
 from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
@@ -51,20 +48,15 @@ class Lifecycle:
         self.controller = Controller(config, self.fleet, self.counters)
         self.commands: list[Command] = []
         self.emit = self.commands.append
-        self._free = config.policy in (Policy.AUTO, Policy.RAGGED)
-        """Whether rows of any lengths are verified together."""
         self._moves: dict[int, KvMove] = {}
         """Those that were not answered yet."""
         self._last_move_id = 0
         self.way: Way | None = None
         """That of the sequence which waits first, while rows of those that leave are in flight: they get no others."""
-        self._draining: dict[str, TargetWorker] = {}
-        self._max_per_target = config.batch_size if config.policy is Policy.EQSPEC else None
-        """Sequences on one target: EQSPEC verifies all of them together."""
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, sequence: Sequence, now: float, proposed: int = 0) -> None:
+    def begin_round(self, sequence: Sequence, proposed: int = 0) -> None:
         """The target is up to date: the sequence waits for a verify group, to verify up to `proposed` tokens in it. A
         sequence whose target drains moves to another target first, if one has room."""
         target = sequence.target
@@ -72,7 +64,7 @@ class Lifecycle:
             return
         longest = self.controller.longest(sequence)
         sequence.verify = proposed if proposed < longest else longest
-        sequence.idle_since, sequence.due = now, target.due(now)
+        sequence.due = target.due()
         change_state(sequence, IDLE)
 
     def go_on(self, sequence: Sequence, row: Row) -> None:
@@ -85,11 +77,6 @@ class Lifecycle:
     def catch_up(self, sequence: Sequence) -> None:
         """Goes back to feeding the target committed tokens."""
         change_state(sequence, PREFILLING)
-
-    def knows_next(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the target can go on with each of them at the end of the round under way: the policy has no say in
-        who is verified together, or nothing is proposed that makes their lengths differ."""
-        return self._free or not any(map(self.controller.longest, sequences))
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -116,33 +103,23 @@ class Lifecycle:
 
     def _take_place(self, sequence: Sequence, positions: int) -> TargetWorker | None:
         """The target for a waiting sequence; those of a key that runs more may make way for it. None: it waits."""
-        target = self._pick_target(sequence, positions) if self._slot_is_free() else None
+        fleet, target = self.fleet, None
+        if len(self.live.running) < fleet.max_running:
+            target = fleet.pick_target(sequence, positions)
         if target is None:
-            targets = self.fleet.targets.values()
-            way = find_way(sequence, positions, self.live, targets, self.fleet.max_running, self._max_per_target)
+            way = find_way(sequence, positions, self.live, fleet)
             if way is not None and way.busy:
                 self.way = way
             elif way is not None:
                 for other in way.leaving:
                     self.preempt(other)
-                target = self._pick_target(sequence, positions)
+                target = fleet.pick_target(sequence, positions)
         return target
-
-    def _pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        scope = sequence.request.cache_scope
-        return self.fleet.pick_target(scope, sequence.tokens, positions, self._max_per_target)
 
     def _next_positions(self, sequence: Sequence) -> int:
         """Positions with which a target takes the sequence in: those of its next two rows. The last token that it may
         get has none."""
         return min(sequence.length + self.controller.longest(sequence) + 1, sequence.end - 1)
-
-    def _slot_is_free(self) -> bool:
-        most = self._max_per_target
-        if len(self.live.running) >= self.fleet.max_running:
-            return False
-        targets = self.fleet.targets.values()
-        return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         return sequence.end - 1 <= self.fleet.largest_capacity
@@ -162,7 +139,7 @@ class Lifecycle:
         if source is None or not source.draining:
             return False
         positions = self._next_positions(sequence)
-        destination = self._pick_target(sequence, positions)
+        destination = self.fleet.pick_target(sequence, positions)
         if destination is None:
             return False
         valid = source.kv[sequence.sequence_id].valid
@@ -188,7 +165,7 @@ class Lifecycle:
         change_state(sequence, MOVING)
         return True
 
-    def moved(self, event: KvMoved, now: float) -> None:
+    def moved(self, event: KvMoved) -> None:
         """The answer to a `MoveKv`."""
         move = self._moves.pop(event.move_id, None)
         if move is None:
@@ -220,7 +197,7 @@ class Lifecycle:
         if entry.valid < sequence.length - 1:
             self.catch_up(sequence)
         else:
-            self.begin_round(sequence, now)
+            self.begin_round(sequence)
 
     def _abandon_move(self, sequence: Sequence) -> None:
         """The sequence no longer needs its move. The destination keeps pages for the KV until the move is answered."""
@@ -243,30 +220,19 @@ class Lifecycle:
         """Sequences leave the target between two rounds, when no row of them is in flight. Until then, and while no
         other target has room, they go on where they are."""
         self.fleet.drain(target)
-        self._draining[target.worker_id] = target
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight
             if sequence.state is PREFILLING and untouched:
                 self.leave_target(sequence)
 
-    def report_drained(self) -> None:
-        """Reports, once each, draining targets that hold nothing any more or are gone, and drafts that nobody asks."""
-        for worker_id, target in list(self._draining.items()):
-            gone = self.fleet.targets.get(worker_id) is not target
-            if gone or not (target.sequences or target.outstanding or target.releases):
-                del self._draining[worker_id]
-                self.emit(WorkerDrained(worker_id))
-        for worker_id in self.assignment.drained():
-            self.emit(WorkerDrained(worker_id))
-
-    def lose_target(self, target: TargetWorker, now: float) -> None:
+    def lose_target(self, target: TargetWorker) -> None:
         """The target is gone: its sequences return to the queue with their tokens, and moves to it end."""
         for sequence in list(target.sequences.values()):
             if sequence.target is target:
                 self.return_to_queue(sequence)
             else:
                 self._abandon_move(sequence)
-                self.begin_round(sequence, now)
+                self.begin_round(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the pages of a running sequence for others."""

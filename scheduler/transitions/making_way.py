@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scheduler.state.fleet import Fleet
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.live_set import LiveSet
 from scheduler.state.workers import Sequence, TargetWorker
@@ -28,14 +28,7 @@ class Way:
         return sum(one.sequence_id in self.target.in_flight for one in self.leaving)
 
 
-def find_way(
-    sequence: Sequence,
-    positions: int,
-    live: LiveSet,
-    targets: Iterable[TargetWorker],
-    max_running: int,
-    max_per_target: int | None,
-) -> Way | None:
+def find_way(sequence: Sequence, positions: int, live: LiveSet, fleet: Fleet) -> Way | None:
     """How a target can take a waiting sequence in, with `positions`: the soonest, and then with the fewest to leave.
 
     The key that runs most for its weight gives up places, but keeps one, and `_TIMES` as many for its weight as the
@@ -47,12 +40,10 @@ def find_way(
     if most is None:
         return None
     ways = []
-    for target in targets:
+    for target in fleet.targets.values():
         if target.draining or positions > target.capacity:
             continue
-        count = max(0, len(live.running) - max_running + 1)
-        if max_per_target is not None:
-            count = max(count, len(target.sequences) - max_per_target + 1)
+        count = max(len(live.running) - fleet.max_running, len(target.sequences) - fleet.max_per_target) + 1
         way = Way(target, _leaving(target, most, count, positions))
         if 0 < len(way.leaving) <= spare[most]:
             ways.append(way)
@@ -64,12 +55,11 @@ def _kept(one: KeyAccount, waiting: KeyAccount) -> int:
     return max(1, math.ceil(_TIMES * waiting.share * one.key.weight))
 
 
-def _leaving(target: TargetWorker, account: KeyAccount, count: int, positions: int) -> list[Sequence]:
+def _leaving(target: TargetWorker, account: KeyAccount, count: float, positions: int) -> list[Sequence]:
     """At least `count` of the key's sequences on the target, without which there is room for `positions` more: those
     without a row in flight first, then the last in rank. Empty where there is no room without all of them."""
     candidates = [one for one in target.sequences.values() if one.account is account and one.target is target]
-    candidates.sort(key=lambda one: one.rank, reverse=True)
-    candidates.sort(key=lambda one: one.sequence_id in target.in_flight)
+    candidates.sort(key=lambda one: (one.sequence_id not in target.in_flight, one.rank), reverse=True)
     pages = 0
     for place, one in enumerate(candidates, 1):
         pages += target.kv[one.sequence_id].pages

@@ -153,7 +153,7 @@ class Rounds:
         elif later is not None and later.follows and not later.abandoned:
             self._lifecycle.go_on(sequence, later)
         else:
-            self._lifecycle.begin_round(sequence, now, row.draft_length)
+            self._lifecycle.begin_round(sequence, row.draft_length)
 
     def _lost_kv(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
         sequence.target_failures += 1

@@ -57,9 +57,6 @@ from services.scheduler.workers.worker_set import WorkerSet
 
 logger = logging.getLogger(__name__)
 
-# Even a core that keeps setting its deadline in the past leaves the event loop this time for other work.
-_MIN_WAIT_SECONDS = 0.0005
-
 # A move of KV that takes longer fails, and the KV is computed again.
 _MOVE_TIMEOUT_SECONDS = 10.0
 
@@ -122,8 +119,7 @@ class SchedulerService:
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
         self._planning: asyncio.Handle | None = None
-        """The next plan: at the end of this turn of the event loop, or at the core's deadline."""
-        self._has_news = False
+        """The next plan, at the end of this turn of the event loop, if the core has news."""
         self._closed_because: str | None = None
         self._closed = asyncio.Event()
         self._fenced = False
@@ -249,7 +245,7 @@ class SchedulerService:
 
     @property
     def core(self) -> SchedulerCore:
-        """For reading only (`snapshot`, `sequences`, `check_integrity`); only this service gives the core events."""
+        """For reading only (`snapshot`, `sequences`); only this service gives the core events."""
         return self._core
 
     @property
@@ -323,31 +319,22 @@ class SchedulerService:
         """Gives the core an event. All events of one turn of the event loop are planned for together."""
         if self._closed_because is not None:
             return
-        if not self._has_news:
+        loop = asyncio.get_running_loop()
+        if self._planning is None:
             # First of all, so that steps leave before others are woken by what they will read.
-            self._has_news = True
-            self._plan_next(asyncio.get_running_loop().call_soon(self._plan))
-        self._run_core(functools.partial(self._core.apply, event))
+            self._planning = loop.call_soon(self._plan)
+        self._run_core(functools.partial(self._core.apply, event, loop.time()))
 
     def _plan(self) -> None:
-        self._has_news = False
-        self._run_core(self._core.plan)
-        if self._has_news or self._closed_because is not None:
-            return
-        loop, deadline = asyncio.get_running_loop(), self._core.next_deadline()
-        if deadline is not None:
-            self._plan_next(loop.call_at(max(deadline, loop.time() + _MIN_WAIT_SECONDS), self._plan))
+        self._planning = None
+        if self._closed_because is None:
+            self._run_core(self._core.plan)
 
-    def _plan_next(self, planning: asyncio.Handle | None) -> None:
-        if self._planning is not None:
-            self._planning.cancel()
-        self._planning = planning
-
-    def _run_core(self, run: Callable[[float], list[Command]]) -> None:
+    def _run_core(self, run: Callable[[], list[Command]]) -> None:
         """Carries out what the core commands."""
         began = time.perf_counter()
         try:
-            commands = run(asyncio.get_running_loop().time())
+            commands = run()
         except Exception as error:
             # After an error the core's state may be wrong, and wrong tokens must not be committed.
             logger.exception("the scheduler core failed in %s", run)
@@ -432,7 +419,6 @@ class SchedulerService:
         if self._closed_because is not None:
             return
         self._closed_because = reason
-        self._plan_next(None)
         for worker_id in self._drained:
             self._end_drain(worker_id)
         for sequence_id in list(self._sinks):

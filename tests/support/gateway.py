@@ -28,6 +28,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
 from tests.support.cells import Cell, client, running_cell
+from tests.support.core_state import check_state
 from tests.support.stand_in_worker import MODEL, VOCABULARY
 from tests.support.waiting import LONG, until
 
@@ -160,7 +161,7 @@ class Gateways:
         async def wait() -> None:
             async with asyncio.timeout(seconds):
                 await self.cell.wait_empty()
-            self.service.core.check_integrity()
+            check_state(self.service.core)
 
         self.run(wait())
 

@@ -31,6 +31,7 @@ from scheduler.messages import (
 from scheduler.sampling import SamplingParameters
 from services.rpc.worker_codec import results_from_wire, spec_from_wire, step_to_wire
 from services.worker.executor import StepExecutor
+from tests.support.core_state import check_state
 
 # Workers live on from run to run; every run is a new scheduler to them.
 _scheduler_epochs = itertools.count(1)
@@ -116,19 +117,13 @@ def run_in_process(
     for request in requests:
         outputs[request.sequence_id] = Output()
         handle(0.0, SequenceSubmitted(request))
-    now = 0.0
-    while running or core.next_deadline() is not None:
-        deadline = core.next_deadline()
-        if running and (deadline is None or running[0][0] <= deadline):
-            now, _, completed = heapq.heappop(running)
-            handle(now, completed)
-        elif deadline is not None:
-            now = max(now, deadline)
-            handle(now)
+    while running:
+        now, _, completed = heapq.heappop(running)
+        handle(now, completed)
     for sequence_id, output in outputs.items():
         if output.reason is None and output.error is None:
             raise RuntimeError(f"standstill: sequence {sequence_id} never ended")
-    core.check_integrity()
+    check_state(core)
     for executor in workers.values():
         executor.check_integrity()
     return outputs

@@ -196,7 +196,7 @@ counter verify_groups_total statistics.groups_by_shape shape
 counter realigned_rows_total statistics.realigned_rows
     Rows of ragged verify groups.
 counter wait_bound_hits_total statistics.forced_groups
-    Verify groups of the oldest rows because one had waited as long as it may.
+    Verify groups of the oldest rows because one must not be passed over any more, under policy exspec.
 counter spec_decode_num_drafts_total statistics.drafted_rounds
     Rounds with a draft.
 counter spec_decode_num_draft_tokens_total statistics.drafted

@@ -22,6 +22,7 @@ from tests.support.cells import (
     running_scheduler,
     running_worker,
 )
+from tests.support.core_state import check_state
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ async def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> 
             (status,) = cell.server.status().workers
             assert (status.address, status.total_pages) == (second.address, 50)
             await check(backend, 1, 10)
-            cell.service.core.check_integrity()
+            check_state(cell.service.core)
         await until(lambda: not cell.server.status().workers and not cell.service.workers.links)
 
 

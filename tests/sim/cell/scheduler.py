@@ -18,6 +18,7 @@ from services.scheduler.workers.worker_set import RegistryOptions
 from tests.sim.cell.process import Process
 from tests.sim.cell.virtual_time import result_of
 from tests.sim.cell.watched_core import WatchedCore
+from tests.support.core_state import check_state
 
 if TYPE_CHECKING:
     from tests.sim.cell.world import World
@@ -68,9 +69,9 @@ class SimulatedScheduler:
     def check_idle(self) -> str | None:
         core = self.service.core
         try:
-            core.check_integrity()
-        except RuntimeError as error:
-            return f"{self.process.name}: {error}"
+            check_state(core)
+        except AssertionError as error:
+            return f"{self.process.name} miscounts: {error}"
         snapshot = core.snapshot()
         if snapshot.live:
             return f"{self.process.name} has {snapshot.live} sequences"

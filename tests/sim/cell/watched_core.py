@@ -28,12 +28,11 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
+from tests.support.core_state import check_state
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler
     from tests.sim.cell.world import World
-
-_SLACK = 1e-3
 
 _MOST_SECONDS_WITHOUT_PROGRESS = 0.5
 """Of a healthy target that has sequences. A step takes 0.05 s at most, without waits."""
@@ -41,8 +40,8 @@ _MOST_SECONDS_WITHOUT_PROGRESS = 0.5
 _MOST_WAIT_SECONDS = 0.25
 """Of steps that take 0.05 s at most: as long as a few of them."""
 
-# The core's records are compared every so many events, since that visits all of them.
-_CHECK_EVERY = 61
+# What the core says of itself is compared every so many plans, since that visits all sequences.
+_CHECK_EVERY = 13
 
 
 class WatchedCore(SchedulerCore):
@@ -51,12 +50,11 @@ class WatchedCore(SchedulerCore):
     def __init__(self, world: World, scheduler: SimulatedScheduler) -> None:
         super().__init__(world.plan.config)
         self._world, self._scheduler = world, scheduler
-        self._calls = 0
+        self._plans = 0
         self._requests: dict[int, SequenceRequest] = {}
         self._lengths: dict[int, int] = {}
         self._workers: dict[str, WorkerSpec] = {}
         self._unanswered: Counter[str] = Counter()
-        self._idle_since: dict[str, float] = {}
         self._begun: set[int] = set()
         self._preemptions = 0
         self._draining: set[str] = set()
@@ -64,8 +62,6 @@ class WatchedCore(SchedulerCore):
         """Of the step that was sent last to each target."""
         self._progress: dict[str, float] = {}
         """When a healthy target last began to have sequences, or has answered rows."""
-        self._bound = 0.0
-        """The longest that a sequence was ever to wait voluntarily: it changes with the seconds of steps."""
 
     def apply(self, event: Event, now: float) -> list[Command]:
         drafts = self._drafts()
@@ -80,12 +76,10 @@ class WatchedCore(SchedulerCore):
             case WorkerJoined():
                 self._workers[event.worker.worker_id] = event.worker
                 self._unanswered[event.worker.worker_id] = 0
-                self._idle_since[event.worker.worker_id] = now
             case WorkerDraining():
                 self._draining.add(event.worker_id)
             case StepCompleted() if event.worker_id in self._workers:
                 self._unanswered[event.worker_id] -= 1
-                self._idle_since[event.worker_id] = now
                 if event.results and event.worker_id in self._progress:
                     self._progress[event.worker_id] = now
             case SequenceSubmitted():
@@ -104,39 +98,33 @@ class WatchedCore(SchedulerCore):
             self._check_turns(event.request.sequence_id)
             if any(isinstance(one, RefuseSequence) and one.cause is RefusalCause.QUEUE_FULL for one in commands):
                 self._check_full_queue(event.request.key)
-        self._calls += 1
-        if self._calls % _CHECK_EVERY == 0:
-            with self._failing_on("comparing its records"):
-                self.check_integrity()
-            self._check_keys()
         return commands
 
-    def plan(self, now: float) -> list[Command]:
+    def plan(self) -> list[Command]:
         with self._failing_on("planning"):
-            commands = super().plan(now)
-        deadline = self.next_deadline()
-        if deadline is not None and deadline <= now:
-            self._fail(f"has a plan due since {now - deadline:.4f} s, although everything was planned just now")
+            commands = super().plan()
         for command in commands:
             if isinstance(command, SendStep):
-                self._check_step(command, now)
+                self._check_step(command)
                 self._check_grant(command)
             elif isinstance(command, WorkerDrained):
                 self._check_drained(command.worker_id)
-        bounds = [self.wait_bound(name) for name, spec in self._workers.items() if spec.role is Role.TARGET]
-        self._bound = max(self._bound, *bounds, 0.0)
         self._check_turns()
+        self._plans += 1
+        if self._plans % _CHECK_EVERY == 0:
+            with self._failing_on("counting what it has"):
+                check_state(self)
+            self._check_pages()
+            self._check_keys()
         return commands
 
     def _fail(self, text: str) -> None:
         if self._scheduler.process.alive:
             self._world.fail(f"{self._scheduler.process.name} {text}")
 
-    def _check_step(self, step: SendStep, now: float) -> None:
+    def _check_step(self, step: SendStep) -> None:
         config, spec = self._world.plan.config, self._workers[step.worker_id]
         self._unanswered[step.worker_id] += 1
-        waited = 0.0 if step.group is None else step.group.seconds_waited
-        idle = now - self._idle_since[step.worker_id] if self._unanswered[step.worker_id] == 1 else 0.0
         broken = {
             "may wait for a draft worker too long": step.wait_seconds > _MOST_WAIT_SECONDS
             and not self._world.faults.struck.keys() & {"worker slow", "worker stalls"},
@@ -152,7 +140,6 @@ class WatchedCore(SchedulerCore):
             ),
             "goes to a draft worker": spec.role is Role.DRAFT,
             "has another row than that of a suspect": len(step.rows) > 1 and self.has_suspect(step.worker_id),
-            "is overdue": step.group is not None and min(waited, idle) > self._bound + _SLACK,
         }
         for rule, is_broken in broken.items():
             if is_broken:
@@ -235,6 +222,19 @@ class WatchedCore(SchedulerCore):
         """No key finds it filled by others."""
         if not any(key.waiting for key in self.snapshot().keys if key.name == name):
             self._fail(f"refuses a sequence of key {name!r} for a full queue, and none of that key waits")
+
+    def _check_pages(self) -> None:
+        """A target has pages reserved for the KV of those that have all but their last token's there."""
+        needed = Counter[str]()
+        for one in self.sequences(len(self._requests)):
+            if one.target_id is not None and one.state in (SequenceState.IDLE, SequenceState.VERIFYING):
+                spec = self._workers[one.target_id]
+                layers = zip(spec.page_spans or (spec.page_size,), spec.page_windows or (0,), strict=True)
+                # What a window has left behind may be free.
+                needed[one.target_id] += sum(-(-(one.length - 1) // span) for span, window in layers if not window)
+        for target in self.snapshot().workers:
+            if needed[target.worker_id] > target.total_pages - target.free_pages:
+                self._fail(f"has too few pages reserved on {target}, its sequences need {needed[target.worker_id]}")
 
     def _check_keys(self) -> None:
         limits = {key.name: key.max_running for key in self._world.plan.config.keys}

@@ -29,6 +29,7 @@ from scheduler.messages import (
     WorkerSpec,
 )
 from scheduler.state.digests import DigestedTokens
+from tests.support.core_state import check_state
 from tests.unit.scheduler.model_worker import ModelWorker, plain_decoding
 
 C = TypeVar("C", bound=Command)
@@ -60,9 +61,7 @@ class Driver:
                 self.steps[command.worker_id].append(command)
             elif isinstance(command, MoveKv):
                 self.moves[command.move_id] = command, self.workers[command.destination_id]
-        self.core.check_integrity()
-        deadline = self.core.next_deadline()
-        assert deadline is None or deadline > self.now, "a plan is due although everything was planned just now"
+        check_state(self.core)
         return commands
 
     def join(
@@ -198,3 +197,4 @@ def check_to_the_end(driver: Driver, *sequence_ids: int) -> None:
         assert [end.sequence_id for end in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
     for worker in driver.workers.values():
         assert not worker.held
+    assert all(worker.free_pages == worker.total_pages for worker in driver.core.snapshot().workers)

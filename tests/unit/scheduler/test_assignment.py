@@ -133,6 +133,21 @@ def test_a_draft_that_targets_have_left_gets_some_again_after_a_while() -> None:
     assert len(set(served_by(driver).values())) == 2
 
 
+def test_loads_are_not_balanced_by_a_target_that_has_just_left_its_draft() -> None:
+    """Else it would be back at once, if the time for balance has come."""
+    driver = cell("tuv", "de")
+    for number in range(7):
+        driver.submit(number, max_tokens=900)
+    left, other = served_by(driver)["t"], served_by(driver)["u"]
+    assert (left, other) == ("e", "d")
+    driver.now += 100
+    assert run(driver, "t", CUT_OFF) == other
+    driver.now += 4
+    assert run(driver, "t", GOOD) == other
+    # The others take its place.
+    assert [until_told(driver, name) for name in "uv"] == [left, left]
+
+
 def test_targets_are_told_that_their_draft_has_died_and_of_nothing_else() -> None:
     driver = cell("t", "de")
     driver.submit(1, max_tokens=900)
@@ -179,12 +194,13 @@ def test_a_report_on_a_draft_that_was_replaced_says_nothing_of_the_next() -> Non
     assert served_by(driver)["t"] == "e"
 
 
-def test_a_draining_draft_goes_once_no_target_is_told_to_ask_it() -> None:
+def test_a_draining_draft_goes_once_no_step_in_flight_lets_a_target_ask_it() -> None:
     driver = cell("tu", "de")
     for number in (1, 2):
         driver.submit(number, max_tokens=100)
     assert served_by(driver) == {"t": "e", "u": "d"}
     assert not of_type(driver.drain("d"), WorkerDrained)
+    assert not of_type(driver.answer("u"), WorkerDrained)
     assert of_type(driver.answer("u"), WorkerDrained) == [WorkerDrained("d")]
     assert served_by(driver) == {"t": "e", "u": "e"}
     # The next one leaves as well, and nobody is left.

@@ -49,11 +49,6 @@ def run(law: Law, guesses: Mapping[str, float], draft: bool, sequences: int, **c
         for name, queued in driver.steps.items():
             if queued and name not in busy:
                 heapq.heappush(ends, begin(driver, law, name))
-        deadline = driver.core.next_deadline()
-        if deadline is not None and (not ends or deadline < ends[0][0]):
-            driver.now = deadline
-            driver.plan()
-            continue
         driver.now, name, seconds, drafting_seconds = heapq.heappop(ends)
         report = None
         if driver.steps[name][0].grant is not None:

@@ -27,11 +27,11 @@ def picked(
     sequences: list[Sequence],
     verifying: int = 0,
     batch_size: int = 4,
-    now: float = 0.0,
+    groups: int = 0,
     may_wait: bool = True,
 ) -> tuple[list[int], bool]:
     index = {sequence.sequence_id: sequence for sequence in sequences}
-    group, forced = pick(policy, index, batch_size, now, verifying, may_wait)
+    group, forced = pick(policy, index, batch_size, groups, verifying, may_wait)
     return [sequence.sequence_id for sequence in group], forced
 
 
@@ -83,10 +83,13 @@ def test_which_rows_are_taken(
     assert picked(policy, sequences, **more) == (expected or [], False)
 
 
-@pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.AUTO])
-def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
+def test_exspec_passes_nobody_over_who_is_due() -> None:
     sequences = mixed()
-    sequences[0].due = 5.0
-    sequences = sequences[:3]
-    assert picked(policy, sequences, verifying=1, now=4.999) == ([], False)
-    assert picked(policy, sequences, verifying=1, now=5.0) == ([1, 2, 3], True)
+    sequences[0].due = 5.5
+    assert picked(EXSPEC, sequences, groups=5) == ([2, 4, 6], False)
+    assert picked(EXSPEC, sequences, groups=6) == ([1, 2, 3, 4], True)
+
+
+@pytest.mark.parametrize("policy", [RAGGED, EQSPEC, AUTO])
+def test_other_policies_pass_nobody_over(policy: Policy) -> None:
+    assert picked(policy, mixed(), groups=100) == ([1, 2, 3, 4], False)

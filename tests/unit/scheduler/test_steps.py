@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from engine.settings import EngineSettings
@@ -91,15 +93,30 @@ def test_a_prompt_is_not_shut_out_by_those_who_decode() -> None:
 
 @pytest.mark.parametrize("seconds", [0.00005, 5.0])
 def test_the_wait_bound_is_that_of_usual_steps(seconds: float) -> None:
-    """A step may end at once, where nothing was left to compute, or stall."""
-    driver = Driver(wait_bound_steps=2.0)
-    driver.join("target")
-    driver.submit(1, prompt_length=2, max_tokens=100)
+    """Of a wait for proposals. A step may end at once, where nothing was left to compute, or stall."""
+    driver = pair(wait_bound_steps=2.0, steps_in_flight=1, draft_length=1)
+    driver.submit(1, prompt_length=2, max_tokens=200)
     for _ in range(60):
         driver.answer("target", seconds=0.05)
-    assert driver.core.wait_bound("target") == pytest.approx(0.1, rel=0.1)
+    assert driver.only_step("target").wait_seconds == pytest.approx(0.1, rel=0.1)
     driver.answer("target", seconds=seconds)
-    assert driver.core.wait_bound("target") == pytest.approx(0.1, rel=0.25)
+    assert driver.only_step("target").wait_seconds == pytest.approx(0.1, rel=0.25)
+
+
+def test_exspec_lets_no_sequence_be_passed_over_for_more_than_its_bound() -> None:
+    """One sequence differs from all others, which always make equal groups."""
+    driver = Driver(policy=Policy.EXSPEC, batch_size=4, draft_length=1, wait_bound_steps=3.0, max_running=48)
+    driver.join("target", head="head")
+    for sequence_id in range(9):
+        driver.submit(sequence_id, prompt_length=5 if sequence_id == 4 else 3, max_tokens=200)
+    driver.log.clear()
+    for _ in range(60):
+        driver.answer("target")
+    groups = [[row.sequence_id for row in step.rows] for step in of_type(driver.log, SendStep)]
+    places = [place for place, group in enumerate(groups) if 4 in group]
+    # At most two groups are before it when it gets idle, three may pass it over, and one is sent with it in the next.
+    assert max(later - before for before, later in pairwise(places)) <= 7
+    assert sum(step.group.forced_by_bound for step in of_type(driver.log, SendStep) if step.group is not None) >= 2
 
 
 def test_the_next_plain_step_is_there_before_the_answer_and_none_after_the_last_token() -> None:
