@@ -41,9 +41,9 @@ class SchedulerConfig:
     tokens, under AUTO up to so many. `max_queued_sequences` and `max_queued_tokens` bound what waits; beyond them
     submissions of keys that have their part of the queue are refused (scheduler/transitions/admission_limits.py). Under
     EXSPEC, `wait_bound_steps` verify groups may pass a sequence over when it would be its turn. Where draft lengths are
-    fixed, a step waits for a draft worker as long as so many verify steps take, each `initial_step_seconds` until it was
-    measured. `steps_in_flight` includes the step that a target runs. `keys` are the classes of the API keys that have a
-    name; each other key has weight 1 and no limits.
+    fixed, a step waits for a draft worker as long as so many verify steps take, which is taken to be
+    `initial_step_seconds` each until it was measured. `steps_in_flight` includes the step that a target runs. `keys`
+    are the classes of the API keys that have a name; each other key has weight 1 and no limits.
 
     Raises `ValueError` naming field, value and limit.
     """

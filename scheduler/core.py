@@ -54,7 +54,7 @@ class SchedulerCore:
     def __init__(self, config: SchedulerConfig) -> None:
         self._lifecycle = lifecycle = Lifecycle(config)
         self._live, self._fleet, self._commands = lifecycle.live, lifecycle.fleet, lifecycle.commands
-        self._counters, self._controller = lifecycle.counters, lifecycle.controller
+        self._counters = lifecycle.counters
         self._admission = AdmissionLimits(config, self._live)
         self._assignment = lifecycle.assignment
         self._planner = TargetPlanner(lifecycle)
@@ -152,11 +152,7 @@ class SchedulerCore:
             idle=states[SequenceState.IDLE],
             verifying=states[SequenceState.VERIFYING],
             moving=states[SequenceState.MOVING],
-            acceptance=self._controller.acceptance,
-            workers=(
-                *map(_draft_snapshot, self._fleet.drafts.values()),
-                *(_target_snapshot(target, self._controller.law(target)) for target in targets),
-            ),
+            workers=(*map(_draft_snapshot, self._fleet.drafts.values()), *map(_target_snapshot, targets)),
             keys=tuple(
                 KeySnapshot(
                     one.key.name, one.running, one.waiting, one.prompt_tokens, one.output_tokens, dict(one.refusals)
@@ -260,12 +256,12 @@ class SchedulerCore:
 
 def _draft_snapshot(draft: DraftWorker) -> WorkerSnapshot:
     sequences = sum(len(target.sequences) for target in draft.targets.values())
-    return WorkerSnapshot(draft.worker_id, draft.spec.role, sequences, 0, 0, 0, 0.0, 0.0)
+    return WorkerSnapshot(draft.worker_id, draft.spec.role, sequences, 0, 0, 0)
 
 
-def _target_snapshot(target: TargetWorker, law: tuple[float, float]) -> WorkerSnapshot:
+def _target_snapshot(target: TargetWorker) -> WorkerSnapshot:
     spec, running, steps = target.spec, len(target.sequences), len(target.outstanding)
-    return WorkerSnapshot(spec.worker_id, spec.role, running, target.free_pages, spec.total_pages, steps, *law)
+    return WorkerSnapshot(spec.worker_id, spec.role, running, target.free_pages, spec.total_pages, steps)
 
 
 def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:

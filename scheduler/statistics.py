@@ -45,9 +45,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """Of a target, `base_seconds` and `row_seconds` are the measured law of its steps: one takes base + row · rows to
-    verify. A draft's `sequences` are those of the targets that it serves; of its pages, steps and times the core knows
-    nothing, and the fields are 0."""
+    """A draft's `sequences` are those of the targets that it serves; of its pages and steps the core knows nothing, and
+    the fields are 0."""
 
     worker_id: str
     role: Role
@@ -55,8 +54,6 @@ class WorkerSnapshot:
     free_pages: int
     total_pages: int
     steps_in_flight: int
-    base_seconds: float
-    row_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +104,7 @@ class Snapshot(Counters):
     """The core at one moment, and its counters. `live` counts all unfinished sequences: those `waiting` and those
     `running`, of which there may be `max_running`, or more for a while after a target began to leave.
 
-    `prefilling`, `idle`, `verifying` and `moving` add up to `running`. `acceptance` is the measured chance that a token
-    asked of a draft is proposed and taken, given those before it were.
+    `prefilling`, `idle`, `verifying` and `moving` add up to `running`.
     """
 
     waiting: int
@@ -119,7 +115,6 @@ class Snapshot(Counters):
     idle: int
     verifying: int
     moving: int
-    acceptance: float
     workers: tuple[WorkerSnapshot, ...]
     keys: tuple[KeySnapshot, ...]
     drafting_now: tuple[DraftingSnapshot, ...]

@@ -53,8 +53,8 @@ class SchedulingSection(Section):
     )
     wait_bound_steps: float = described(
         1.5,
-        "Verify groups that may pass a sequence over under exspec, and verify steps that a step waits for a draft worker "
-        "where the draft length is fixed.",
+        "Verify groups that may pass a sequence over under exspec, and verify steps that a step waits for a draft "
+        "worker where the draft length is fixed.",
         ge=0,
         le=1000,
     )

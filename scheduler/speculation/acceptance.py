@@ -18,16 +18,6 @@ class ModelAcceptance:
         self._tried = [0.0] * places
 
     @property
-    def known(self) -> bool:
-        """Whether anything was observed."""
-        return any(self._tried)
-
-    @property
-    def rate(self) -> float:
-        """Over all places."""
-        return (sum(self._taken) + PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)
-
-    @property
     def chances(self) -> list[float]:
         """By place, each drawn towards that of the place before."""
         chance, found = PRIOR_CHANCE, []

@@ -12,10 +12,8 @@ from statistics import fmean
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import DraftingReport
-from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
 from scheduler.speculation.goodput import Cycle, TargetFigures, choose
-from scheduler.state.fleet import Fleet
 from scheduler.state.worker_records import Work
 from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.statistics import Counters
@@ -33,17 +31,11 @@ _SHORTEST_SECONDS = 1e-9
 class Controller:
     """Changes the figures of targets. Policies other than AUTO draft all they may."""
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, counters: Counters) -> None:
+    def __init__(self, config: SchedulerConfig, counters: Counters) -> None:
         self._config = config
-        self._fleet = fleet
         self._counters = counters
         self._auto = config.policy is Policy.AUTO
         self._kv_move_cost = LinearCost((1.0, TOKEN_SHARE))
-
-    @property
-    def acceptance(self) -> float:
-        """The mean over all draft models that were tried."""
-        return fmean([model.rate for model in self._fleet.models.values() if model.known] or [ModelAcceptance(0).rate])
 
     # --- what is learnt -----------------------------------------------------------------------------------------------
 
@@ -58,7 +50,6 @@ class Controller:
         if not decoded:
             return
         figures.step.observe(seconds)
-        figures.kv_share = work.kv / decoded
         sequences = len(target.sequences)
         # Once in a cycle, or when the target has at least twice as many sequences as when it was decided last.
         if self._auto and figures.rounds and (figures.rounds >= sequences or sequences >= 2 * figures.decided_for):
@@ -89,7 +80,7 @@ class Controller:
         figures = target.figures
         figures.rounds += 1
         model = figures.acceptance
-        if not asked or model is None or sequence.request.expected_output:
+        if not asked or model is None:
             return
         if not verified and target.grant is not None:
             return  # the draft worker was late, or reads the prompt: that says nothing of its model
@@ -173,11 +164,6 @@ class Controller:
     def _drafts(self, sequence: Sequence) -> bool:
         """Whether the sequence would draft if that paid."""
         return self._chooses(sequence) and self.longest(sequence) > 0
-
-    def law(self, target: TargetWorker) -> tuple[float, float]:
-        """Seconds of a step: by itself, and for each token with the KV read for it."""
-        base, token, verified, kv = target.figures.cost.coefficients
-        return base, token + verified + kv * target.figures.kv_share
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         """As if all sequences of the target had the mean length."""

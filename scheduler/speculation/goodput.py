@@ -34,8 +34,8 @@ class TargetFigures:
     `acceptance` is that of the draft, head or lookup that proposes; None: nobody does. `cost` is that of a step by
     (1, batched tokens, those of them to decode or verify, tokens of KV that are read). What it costs the target to get
     its proposals, waits included, is `drafting_cost`, by (tokens of the longest, tokens of all). `step` is the time of
-    a step that decodes, by which `wait_bound` counts. The last one read `kv_share` tokens of KV for each token to
-    decode or verify. `in_time` is the share of proposals that were there when they were asked for.
+    a step that decodes, by which `wait_bound` counts. `in_time` is the share of proposals that were there when they
+    were asked for.
 
     Nothing is chosen before a proposal was `tried`. In a `plain_step`, no sequence drafts. The sequence `prober` drafts
     a token in `probes_left` more rounds, even where the others decode plainly.
@@ -47,7 +47,6 @@ class TargetFigures:
         # The first try is of one sequence. Whether more of them cost more is learnt only where they are tried as well.
         self.drafting_cost = LinearCost((1.0, TOKEN_SHARE**2))
         self.step = MeanSeconds(initial_step_seconds)
-        self.kv_share = 0.0
         self.in_time = 1.0
         self.choice: Choice | None = None
         self.tried = False

@@ -45,7 +45,7 @@ class Lifecycle:
         self.fleet = Fleet(config)
         self.assignment = Assignment(self.fleet)
         self.counters = Counters()
-        self.controller = Controller(config, self.fleet, self.counters)
+        self.controller = Controller(config, self.counters)
         self.commands: list[Command] = []
         self.emit = self.commands.append
         self._moves: dict[int, KvMove] = {}

@@ -128,7 +128,7 @@ class Loop:
         drafting = self._draft_length * (0.01 + 0.002 * running / drafts)
         self._busy += drafting / max(drafting, 0.08 + 0.001 * rows * (1 + self._draft_length))
         workers = [
-            WorkerSnapshot(f"{role.value}-{number}", role, 0, 100, 100, 1, 0.0, 0.0)
+            WorkerSnapshot(f"{role.value}-{number}", role, 0, 100, 100, 1)
             for role in Role
             for number in range(self.replicas[role])
         ]
@@ -166,7 +166,7 @@ def test_a_target_counts_as_full_when_its_pages_are() -> None:
     assert autoscaler.observe(core, [], 0.0) == {}
     assert autoscaler.decision is None
     autoscaler.set_rules({"target": {"max_replicas": 4, "upscale_delay_seconds": 0}})
-    worker = WorkerSnapshot("target-0", Role.TARGET, 6, 20, 100, 1, 0.0, 0.0)
+    worker = WorkerSnapshot("target-0", Role.TARGET, 6, 20, 100, 1)
     told = autoscaler.observe(replace(core, live=9, running=6, waiting=3, workers=(worker,)), [], 1.0)
     assert told == {"target_at_least": 2.0, "target_at_most": 4.0}
     # Six sequences use 80 pages, so 100 pages hold 7.5 of them.
