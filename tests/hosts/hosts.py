@@ -72,17 +72,19 @@ class Network:
                 switch.kill()
 
     @contextmanager
-    def disturbed(self, *hosts: Host, delay: float = 0.0, loss: float = 0.0) -> Iterator[None]:
+    def disturbed(
+        self, *hosts: Host, delay: float = 0.0, lost_to: float = 0.0, lost_from: float = 0.0
+    ) -> Iterator[None]:
         """For the length of the block, every packet to and from these hosts is late by `delay` seconds, or lost with
-        the probability `loss`, of which nobody is told."""
-        self._change(hosts, delay, loss)
+        the probability of its direction, of which nobody is told."""
+        self._change(hosts, delay, lost_to, lost_from)
         try:
             yield
         finally:
-            self._change(hosts, 0.0, 0.0)
+            self._change(hosts, 0.0, 0.0, 0.0)
 
-    def _change(self, hosts: tuple[Host, ...], delay: float, loss: float) -> None:
-        self._lines.writelines(f"{host.device} {delay} {loss}\n" for host in hosts)
+    def _change(self, hosts: tuple[Host, ...], *numbers: float) -> None:
+        self._lines.writelines(f"{host.device} {' '.join(map(str, numbers))}\n" for host in hosts)
         self._lines.flush()
 
 

@@ -1,7 +1,8 @@
 """A network switch: `python -m tests.hosts.switch NAME...` makes TAP devices of these names and joins them.
 
-It says `ready` when the devices are there. A line `NAME DELAY LOSS` on its standard input then changes a link: every
-frame to or from that device is late by DELAY seconds, and lost with the probability LOSS. Nobody is told of a loss.
+It says `ready` when the devices are there. A line `NAME DELAY TO FROM` on its standard input then changes a link: every
+frame to or from that device is late by DELAY seconds. Those to it are lost with the probability TO, those from it with
+the probability FROM, and nobody is told.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Link:
         self.file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(self.file, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP_WITHOUT_HEADER))
         self.delay = 0.0
-        self.loss = 0.0
+        self.lost_to = self.lost_from = 0.0
 
     def write(self, frame: bytes) -> None:
         try:
@@ -51,7 +52,7 @@ class Switch:
         self._places[frame[6:12]] = source
         known = self._places.get(frame[:6])
         for link in [known] if known is not None else self._links:
-            if link is source or random.random() < source.loss or random.random() < link.loss:
+            if link is source or random.random() < source.lost_from or random.random() < link.lost_to:
                 continue
             delay = source.delay + link.delay
             if delay > 0:
@@ -68,8 +69,9 @@ async def main(names: list[str]) -> None:
         loop.add_reader(link.file, switch.carry, link)
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        name, delay, loss = line.split()
-        links[name].delay, links[name].loss = float(delay), float(loss)
+        name, *numbers = line.split()
+        link = links[name]
+        link.delay, link.lost_to, link.lost_from = map(float, numbers)
 
 
 if __name__ == "__main__":

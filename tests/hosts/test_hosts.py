@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +43,9 @@ PATIENCE = 4 * LONG
 PLACES: dict[str, dict[str, float]] = {
     "head": {},
     "gateway": {"spool_gateway": 1},
-    "draft": {"spool_draft": 1, "spool_scheduler": 1},
+    "draft": {"spool_draft": 1},
     "target-1": {"spool_target": 1, "spool_scheduler": 1},
-    "target-2": {"spool_target": 1},
+    "target-2": {"spool_target": 1, "spool_scheduler": 1},
 }
 COUNTS = {"target": 2, "draft": 1}
 
@@ -63,9 +64,23 @@ class Cell:
         name = f"ServeReplica:spool:{deployment}"
         return next(host for host in self.hosts.values() if host.processes(name))
 
+    def has_scheduler(self, host: Host) -> bool:
+        return bool(host.processes(f"ServeReplica:spool:{SCHEDULER}"))
+
     def schedulers(self) -> int:
         """Processes of schedulers on all hosts."""
         return sum(len(host.processes(f"ServeReplica:spool:{SCHEDULER}")) for host in self.hosts.values())
+
+    async def proposed_tokens(self) -> int:
+        """Of draft workers, since the start of the scheduler."""
+        (host,) = [host for host in self.hosts.values() if self.has_scheduler(host)]
+        for at in host.listening(f"ServeReplica:spool:{SCHEDULER}"):
+            async with self.security.open_channel(at) as channel:
+                with suppress(grpc.aio.AioRpcError):
+                    stub = scheduler_pb2_grpc.SchedulerStub(channel)
+                    status = await stub.Status(scheduler_pb2.StatusRequest(), timeout=10)
+                    return int(status.speculation.draft_tokens)
+        return 0
 
 
 def ray_command(name: str, resources: dict[str, float], password: str) -> list[str]:
@@ -203,14 +218,24 @@ async def whole_again(watcher: Watcher, load: ConstantLoad) -> None:
     )
 
 
-async def cut_for_a_while(cell: Cell, host: Host) -> None:
-    with cell.network.disturbed(host, loss=1.0):
+async def cut_for_a_while(cell: Cell, host: Host, to: bool = True, back: bool = True) -> None:
+    with cell.network.disturbed(host, lost_to=float(to), lost_from=float(back)):
         await asyncio.sleep(CUT_SECONDS)
 
 
 def victim(cell: Cell, deployment: str) -> Host:
-    """A host with a target alone, or the one with the scheduler or the gateway."""
-    return cell.hosts["target-2"] if deployment == TARGET else cell.host_of(deployment)
+    """A host with a target alone, or the one with the draft, the scheduler or the gateway."""
+    targets = [host for name, host in cell.hosts.items() if name.startswith("target")]
+    alone = next(host for host in targets if not cell.has_scheduler(host))
+    return alone if deployment == TARGET else cell.host_of(deployment)
+
+
+@pytest.mark.parametrize(("to", "back"), [(True, False), (False, True)], ids=["nothing-reaches-it", "nothing-comes"])
+def test_a_drafts_host_is_cut_off_one_way(cell: Cell, to: bool, back: bool) -> None:
+    host = victim(cell, DRAFT)
+    name = f"nothing {'reaches' if to else 'comes from'} {host.name} ({DRAFT}) for 20 s"
+    through(cell, name, lambda *_: cut_for_a_while(cell, host, to, back))
+    assert asyncio.run(cell.proposed_tokens()) > 0
 
 
 @pytest.mark.parametrize("deployment", [TARGET, SCHEDULER, "Gateway"])
@@ -220,14 +245,14 @@ def test_a_host_loses_its_link_and_comes_back(cell: Cell, deployment: str) -> No
     wait_until(lambda: cell.schedulers() == 1, "one scheduler alone")
 
 
-@pytest.mark.parametrize("deployment", [TARGET, SCHEDULER])
+@pytest.mark.parametrize("deployment", [DRAFT, TARGET, SCHEDULER])
 def test_a_host_dies_and_another_takes_its_place(cell: Cell, deployment: str) -> None:
     host = victim(cell, deployment)
 
     async def die(watcher: Watcher, load: ConstantLoad) -> None:
         # Without a last packet, as when the power fails.
-        with cell.network.disturbed(host, loss=1.0):
-            host.kill()
+        with cell.network.disturbed(host, lost_to=1.0, lost_from=1.0):
+            await asyncio.to_thread(host.kill)
         await watcher.until(lambda report: not is_whole(report), "the loss is noticed", PATIENCE)
         await asyncio.to_thread(host.start)
 
@@ -237,7 +262,7 @@ def test_a_host_dies_and_another_takes_its_place(cell: Cell, deployment: str) ->
 def test_slow_and_lossy_links(cell: Cell) -> None:
     async def wait_for_streams(watcher: Watcher, load: ConstantLoad) -> None:
         # A packet from one host to another passes two links.
-        with cell.network.disturbed(*cell.hosts.values(), delay=0.01, loss=0.005):
+        with cell.network.disturbed(*cell.hosts.values(), delay=0.01, lost_to=0.005, lost_from=0.005):
             enough = len(load.records) + STREAMS
             await watcher.until(lambda _: len(load.records) >= enough, "sixteen streams end", PATIENCE)
 
@@ -248,8 +273,8 @@ def test_the_head_dies_and_comes_back(cell: Cell) -> None:
     head = cell.hosts["head"]
 
     async def die(watcher: Watcher, load: ConstantLoad) -> None:
-        with cell.network.disturbed(head, loss=1.0):
-            head.kill()
+        with cell.network.disturbed(head, lost_to=1.0, lost_from=1.0):
+            await asyncio.to_thread(head.kill)
         await asyncio.sleep(CUT_SECONDS)
         await asyncio.to_thread(head.start)
 

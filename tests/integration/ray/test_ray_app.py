@@ -237,13 +237,13 @@ def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dic
                 faults = Faults(served.application, watcher, load, WORKERS, SECONDS)
                 killed = [await faults.kill_worker(DRAFT), await faults.kill_worker(TARGET)]
                 killed.append(await faults.kill_scheduler())
-                stopped = await faults.stop_worker(TARGET, None)
+                stopped = [await faults.stop_worker(role, None) for role in (DRAFT, TARGET)]
             assert faults_of(load.records, expected) == []
             structured = [one for one in load.records if one.case.regex and one.case.draft_length and one.arrivals]
             for struck in killed:
                 assert any(one.arrivals[0] < struck.window.begin < one.arrivals[-1] for one in structured), struck
             assert sum(record.answered for record in load.records) == len(load.records) >= STREAMS
-            assert len({one.process_id for one in [*killed, stopped]}) == 4
+            assert len({one.process_id for one in [*killed, *stopped]}) == 5
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     asyncio.run(run())
