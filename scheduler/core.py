@@ -23,6 +23,7 @@ from scheduler.messages import (
     KvMoved,
     RefusalCause,
     RefuseSequence,
+    Role,
     SendStep,
     SequenceCancelled,
     SequenceRequest,
@@ -38,7 +39,7 @@ from scheduler.messages import (
 from scheduler.state.worker_records import Work
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
 from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
-from scheduler.transitions.admission_limits import AdmissionLimits
+from scheduler.transitions.admission_limits import find_limit, is_known
 from scheduler.transitions.blame import blame, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
 from scheduler.transitions.results import Rounds
@@ -55,7 +56,7 @@ class SchedulerCore:
         self._lifecycle = lifecycle = Lifecycle(config)
         self._live, self._fleet, self._commands = lifecycle.live, lifecycle.fleet, lifecycle.commands
         self._counters = lifecycle.counters
-        self._admission = AdmissionLimits(config, self._live)
+        self._config = config
         self._assignment = lifecycle.assignment
         self._planner = TargetPlanner(lifecycle)
         self._rounds = Rounds(lifecycle)
@@ -192,23 +193,25 @@ class SchedulerCore:
         if (ended := already_ended(request)) is not None:
             emit(FinishSequence(request.sequence_id, ended))
             return
-        sequence = Sequence(request, self._live.next_order(), self._live.accounts.of(request.key))
-        if self._fleet.targets and not self._lifecycle.fits_somewhere(sequence):
-            message = self._lifecycle.too_long(sequence)
-            emit(RefuseSequence(request.sequence_id, RefusalCause.TOO_LONG, message))
+        sequence = Sequence(request, next(self._live.orders), self._live.accounts.of(request.key))
+        if self._fleet.targets and (misfit := self._lifecycle.misfit(sequence)) is not None:
+            emit(RefuseSequence(request.sequence_id, RefusalCause.TOO_LONG, misfit))
             return
-        refusal = self._admission.refusal(sequence, now)
+        waiting, config = self._live.waiting, self._config
+        refusal = find_limit(sequence, waiting, config, now)
         if refusal is not None and self._lifecycle.admit():
             # Sequences that came since the last plan may have left the queue now.
-            refusal = self._admission.refusal(sequence, now)
+            refusal = find_limit(sequence, waiting, config, now)
         if refusal is not None:
             limit, command = refusal
             sequence.account.refusals[limit] += 1
             emit(command)
             return
-        self._admission.debit(sequence, now)
+        if not is_known(sequence):
+            # At once: of prompts that come together, not all find the same tokens.
+            sequence.account.debit(len(request.prompt), now)
         self._live.sequences[request.sequence_id] = sequence
-        self._live.waiting.push(sequence)
+        waiting.push(sequence)
 
     def _find_fault(self, request: SequenceRequest) -> str | None:
         if request.sequence_id in self._live.sequences:
@@ -226,10 +229,6 @@ class SchedulerCore:
     def _join(self, spec: WorkerSpec, now: float) -> None:
         self._fleet.add(spec)
         self._assignment.renew(now)
-        if len(self._fleet.targets) == 1:
-            for sequence in self._live.waiting.members():
-                if not self._lifecycle.fits_somewhere(sequence):
-                    self._lifecycle.fail(sequence, self._lifecycle.too_long(sequence))
 
     def _drain(self, worker_id: str, now: float) -> None:
         target, draft = self._fleet.targets.get(worker_id), self._fleet.drafts.get(worker_id)
@@ -256,7 +255,7 @@ class SchedulerCore:
 
 def _draft_snapshot(draft: DraftWorker) -> WorkerSnapshot:
     sequences = sum(len(target.sequences) for target in draft.targets.values())
-    return WorkerSnapshot(draft.worker_id, draft.spec.role, sequences, 0, 0, 0)
+    return WorkerSnapshot(draft.worker_id, Role.DRAFT, sequences, 0, 0, 0)
 
 
 def _target_snapshot(target: TargetWorker) -> WorkerSnapshot:

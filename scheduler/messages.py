@@ -303,15 +303,6 @@ class Row:
     abandoned: bool = field(default=False, repr=False, compare=False)
 
 
-@dataclass(slots=True)
-class GroupFormed:
-    """The verify group of a step, for metrics. `rows` counts its sequences, without prefill chunks. Whether its lengths
-    are equal is known from the answers: see `Counters`."""
-
-    rows: int
-    forced_by_bound: bool
-
-
 @dataclass(frozen=True, slots=True)
 class DraftGrant:
     """Lets a target ask a draft worker for proposals. Of two grants for one target, the one with the higher number
@@ -325,13 +316,15 @@ class DraftGrant:
 @dataclass(slots=True)
 class SendStep:
     """`grant` is the target's at present; None: no draft worker serves it. The step may wait `wait_seconds` at most for
-    proposals of a draft worker."""
+    proposals of a draft worker. `grouped` counts the rows of its verify group, which was `forced` if one of them must
+    not be passed over any more. Whether its lengths are equal is known from the answers: see `Counters`."""
 
     worker_id: str
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
-    group: GroupFormed | None = None
+    grouped: int = 0
+    forced: bool = False
     grant: DraftGrant | None = None
     wait_seconds: float = 0.0
 

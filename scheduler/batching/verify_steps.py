@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from scheduler.batching.verify_grouping import pick
 from scheduler.config import Policy
-from scheduler.messages import MAX_SCORED_TOKENS, GroupFormed, Row, SendStep
+from scheduler.messages import MAX_SCORED_TOKENS, Row, SendStep
 from scheduler.state.worker_records import KvEntry, Work
 from scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
@@ -44,16 +44,15 @@ class TargetPlanner:
         return step
 
     def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int) -> SendStep | None:
-        rows, work, group = list[Row](), Work(), None
+        rows, work = list[Row](), Work()
         if suspect.state is PREFILLING:
             self._add_prefill(target, [suspect], rows, work, target.chunk)
         else:
             self._add_group(target, [suspect], [0], rows, work)
-            group = GroupFormed(1, False)
         if not rows:
             return None
         target.lone_step, target.lone_step_was_last = step_id, True
-        return target.send(step_id, rows, work, group)
+        return target.send(step_id, rows, work)
 
     def _plan_group(self, target: TargetWorker, step_id: int) -> SendStep | None:
         batch_size = self._config.batch_size
@@ -87,8 +86,7 @@ class TargetPlanner:
             self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
         if not rows:
             return None
-        group = GroupFormed(work.decoded, forced) if work.decoded else None
-        return target.send(step_id, rows, work, group, _wait_seconds(target, rows) if work.proposed else 0.0)
+        return target.send(step_id, rows, work, forced, _wait_seconds(target, rows) if work.proposed else 0.0)
 
     def _leaving(self, target: TargetWorker) -> set[int]:
         """Sequences that leave the target for a waiting one, once no row of them is in flight."""

@@ -22,7 +22,7 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
-        self.models: dict[str, ModelAcceptance] = {}
+        self._models: dict[str, ModelAcceptance] = {}
         """What is learnt of draft models, by their ids."""
         self._draining: dict[str, TargetWorker | DraftWorker] = {}
         """Those that were not reported as drained."""
@@ -41,11 +41,11 @@ class Fleet:
             self.targets[spec.worker_id] = TargetWorker(spec, self._config, acceptance)
         else:
             acceptance = self._acceptance(spec.model_id or spec.worker_id)
-            self.drafts[spec.worker_id] = DraftWorker(spec, acceptance)
+            self.drafts[spec.worker_id] = DraftWorker(spec.worker_id, acceptance)
         self._note_targets()
 
     def _acceptance(self, model_id: str) -> ModelAcceptance:
-        return self.models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
+        return self._models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
 
     def remove(self, worker_id: str) -> TargetWorker | None:
         """The target that is gone, if it is one."""

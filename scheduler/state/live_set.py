@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from itertools import count
 from operator import attrgetter
 
 from scheduler.key_class import KeyClass
@@ -27,7 +28,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._members: dict[int, Sequence] = {}
+        self._length = 0
         self._by_key: dict[KeyAccount, list[Sequence]] = {}
         self._competing: dict[KeyAccount, None] = {}
         self._last: KeyAccount | None = None
@@ -36,7 +37,7 @@ class WaitingQueue:
         """Committed tokens of all waiting sequences."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return self._length
 
     def part_of(self, total: int, account: KeyAccount) -> int:
         """An equal part of a total for each key with waiting sequences, the account's counted in; at least 1."""
@@ -46,13 +47,9 @@ class WaitingQueue:
         """Committed tokens of the key's waiting sequences."""
         return sum(sequence.length for sequence in self._by_key.get(account, ()))
 
-    def members(self) -> list[Sequence]:
-        """All waiting sequences, oldest first. Sorts them, so for rare events only."""
-        return sorted(self._members.values(), key=lambda sequence: sequence.order)
-
     def push(self, sequence: Sequence) -> None:
         account = sequence.account
-        self._members[sequence.sequence_id] = sequence
+        self._length += 1
         insort(self._by_key.setdefault(account, []), sequence, key=_rank)
         self.tokens += sequence.length
         account.waiting += 1
@@ -60,7 +57,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         account = sequence.account
-        del self._members[sequence.sequence_id]
+        self._length -= 1
         line = self._by_key[account]
         del line[bisect_left(line, sequence.rank, key=_rank)]
         if not line:
@@ -99,11 +96,8 @@ class LiveSet:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
-        self._arrivals = 0
-
-    def next_order(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
+        self.orders = count(1)
+        """For sequences that arrive."""
 
     def start(self, sequence: Sequence) -> None:
         """A waiting sequence runs from now on."""

@@ -49,10 +49,6 @@ class Work:
             if verify > self.longest:
                 self.longest = verify
 
-    def leave_out(self, tokens: int) -> None:
-        """So many tokens to feed needed no work."""
-        self.fed = max(0, self.fed - tokens)
-
 
 @dataclass(slots=True)
 class Step:

@@ -10,7 +10,6 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     DraftGrant,
     FinishReason,
-    GroupFormed,
     PromptScoring,
     Row,
     SendStep,
@@ -324,15 +323,15 @@ class TargetWorker:
         return row
 
     def send(
-        self, step_id: int, rows: Items[Row], work: Work, group: GroupFormed | None = None, wait_seconds: float = 0.0
+        self, step_id: int, rows: Items[Row], work: Work, forced: bool = False, wait_seconds: float = 0.0
     ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
         self.changed = True
-        self.groups += group is not None
+        self.groups += work.decoded > 0
         released, rows, grant = tuple(self.releases), tuple(rows), self.grant
         self.releases.clear()
         self.outstanding[step_id] = Step(rows, work, grant)
-        return SendStep(self.worker_id, step_id, rows, released, group, grant, wait_seconds)
+        return SendStep(self.worker_id, step_id, rows, released, work.decoded, forced, grant, wait_seconds)
 
     def may_ask(self, draft_id: str) -> bool:
         """Whether a step that is not answered yet lets the target ask this draft worker."""
@@ -404,14 +403,10 @@ class DraftWorker:
     """A draft worker, and the targets that it serves: they ask it for proposals themselves. `acceptance` is that of its
     model. One that is `draining` gets no other targets, since it will leave."""
 
-    spec: WorkerSpec
+    worker_id: str
     acceptance: ModelAcceptance
     draining: bool = False
     targets: dict[str, TargetWorker] = field(default_factory=dict)
-
-    @property
-    def worker_id(self) -> str:
-        return self.spec.worker_id
 
     @property
     def load(self) -> int:

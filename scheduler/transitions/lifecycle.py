@@ -85,8 +85,8 @@ class Lifecycle:
         live, admitted, before = self.live, False, self.way
         self.way = None
         while live.waiting and (sequence := live.waiting.first()) is not None:
-            if self.fleet.accepting and not self.fits_somewhere(sequence):
-                self.fail(sequence, self.too_long(sequence))
+            if self.fleet.accepting and (misfit := self.misfit(sequence)) is not None:
+                self.fail(sequence, misfit)
                 continue
             positions = self._next_positions(sequence)
             target = self._take_place(sequence, positions)
@@ -121,13 +121,12 @@ class Lifecycle:
         get has none."""
         return min(sequence.length + self.controller.longest(sequence) + 1, sequence.end - 1)
 
-    def fits_somewhere(self, sequence: Sequence) -> bool:
-        return sequence.end - 1 <= self.fleet.largest_capacity
-
-    def too_long(self, sequence: Sequence) -> str:
-        request = sequence.request
-        prompt, most = len(request.prompt), request.max_tokens
+    def misfit(self, sequence: Sequence) -> str | None:
+        """Why no target can hold the sequence; None where one can."""
         need, limit = sequence.end - 1, self.fleet.largest_capacity
+        if need <= limit:
+            return None
+        prompt, most = len(sequence.request.prompt), sequence.request.max_tokens
         return f"prompt of {prompt} and max_tokens of {most} need {need} positions, the limit is {limit}"
 
     def leave_target(self, sequence: Sequence) -> bool:

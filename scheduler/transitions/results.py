@@ -30,15 +30,12 @@ class Rounds:
         if step is None:
             return
         target.changed = True
-        in_flight, results = target.in_flight, event.results
+        results = event.results
         self._learn_costs(target, step, event)
         # Where the whole step failed, one of its rows, it is not known which, has failed the others.
         together = len(results) > 1 and all(result.status is RowStatus.FAILED for result in results)
         for row, result in zip(step.rows, results, strict=True):
-            if row.before is None and in_flight[row.sequence_id] is row:
-                del in_flight[row.sequence_id]  # as `row_answered` does: most rows are alone
-            else:
-                target.row_answered(row)
+            target.row_answered(row)
             if not row.abandoned:
                 self._apply_row(target, target.sequences[row.sequence_id], row, result, together, now)
         self._count_group()
@@ -54,7 +51,7 @@ class Rounds:
                 # KV that a worker took over from other sequences took no time, nor did a chunk that was sent before an
                 # answer told that the worker has KV of its tokens.
                 known = 0 if row.abandoned else target.kv[row.sequence_id].valid - row.kv_len
-                work.leave_out(min(max(result.reused, 0) + max(known, 0), len(row.tokens)))
+                work.fed -= min(work.fed, max(result.reused, 0) + max(known, 0), len(row.tokens))
         drafting_seconds = event.drafting_seconds
         self._controller.step(target, work, verified, event.seconds - drafting_seconds, drafting_seconds)
 
@@ -187,17 +184,13 @@ def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int
             sequence.cached += max(0, reused)
 
 
-def _agreed_length(sequence: Sequence, result: RowResult) -> int:
-    """The worker's KV length if it holds KV of the sequence's committed tokens, else 0."""
-    if 0 <= result.kv_len <= sequence.length and sequence.tokens.digests[result.kv_len] == result.prefix_digest:
-        return result.kv_len
-    return 0
-
-
 def _usable_length(sequence: Sequence, result: RowResult) -> int:
-    """How much of the target's KV can be gone on from: at least one logit is still to come, and more where the prompt's
-    log probabilities are wanted."""
-    return min(_agreed_length(sequence, result), sequence.length - 1, sequence.score_from)
+    """How much of the target's KV can be gone on from, if it is of the sequence's committed tokens: at least one logit
+    is still to come, and more where the prompt's log probabilities are wanted."""
+    held, tokens = result.kv_len, sequence.tokens
+    if not 0 <= held <= sequence.length or tokens.digests[held] != result.prefix_digest:
+        return 0
+    return min(held, sequence.length - 1, sequence.score_from)
 
 
 def _error(target: TargetWorker, result: RowResult) -> str:

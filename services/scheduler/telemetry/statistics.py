@@ -215,10 +215,9 @@ class ServiceStatistics(ServiceObserver):
     def step_sent(self, step: SendStep, now: float) -> None:
         target = self._targets.setdefault(step.worker_id, _WorkerTime())
         target.vacant_at_send[step.step_id] = self._vacant(now)
-        group = step.group
-        if group is not None and group.rows:
-            self._group_sizes[group.rows] += 1
-            self._forced_groups += group.forced_by_bound
+        if step.grouped:
+            self._group_sizes[step.grouped] += 1
+            self._forced_groups += step.forced
 
     def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
         target = self._targets.setdefault(step.worker_id, _WorkerTime())

@@ -130,7 +130,7 @@ class WatchedCore(SchedulerCore):
             and not self._world.faults.struck.keys() & {"worker slow", "worker stalls"},
             "has more tokens than the worker takes": spec.max_num_batched_tokens
             < sum((1 if row.follows else row.end - row.kv_len) + row.verify for row in step.rows),
-            "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
+            "verifies more than a batch": step.grouped > config.batch_size,
             "is one too many in flight": self._unanswered[step.worker_id] > config.steps_in_flight,
             "drafts beyond max_tokens": any(
                 self._lengths[row.sequence_id] + _foreseen(row) >= len(request.prompt) + request.max_tokens

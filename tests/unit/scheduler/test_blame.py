@@ -62,7 +62,7 @@ def test_a_row_that_kills_targets_fails_after_two_and_the_others_share_steps_aga
     check_answers(driver, 0)
     beside = {one.sequence_id for one in of_type(driver.log, SuspectSequence)} - {0}
     last = of_type(driver.log[driver.log.index(of_type(driver.log, FailSequence)[0]) :], SendStep)
-    together = {row.sequence_id for step in last for row in step.rows if step.group and step.group.rows > 1}
+    together = {row.sequence_id for step in last for row in step.rows if step.grouped > 1}
     assert beside
     assert beside <= together
 

@@ -20,8 +20,7 @@ def test_prefill_rides_in_the_step_of_a_verify_group_and_shares_its_chunk() -> N
     driver.submit(3, prompt_length=20)
     driver.answer("target")
     step = driver.only_step("target")
-    assert step.group is not None
-    assert step.group.rows == 1
+    assert step.grouped == 1
     assert [(row.sequence_id, len(row.tokens), row.sample) for row in step.rows] == [
         (1, 1, True),
         (2, 5, True),
@@ -116,7 +115,7 @@ def test_exspec_lets_no_sequence_be_passed_over_for_more_than_its_bound() -> Non
     places = [place for place, group in enumerate(groups) if 4 in group]
     # At most two groups are before it when it gets idle, three may pass it over, and one is sent with it in the next.
     assert max(later - before for before, later in pairwise(places)) <= 7
-    assert sum(step.group.forced_by_bound for step in of_type(driver.log, SendStep) if step.group is not None) >= 2
+    assert sum(step.forced for step in of_type(driver.log, SendStep)) >= 2
 
 
 def test_the_next_plain_step_is_there_before_the_answer_and_none_after_the_last_token() -> None:
