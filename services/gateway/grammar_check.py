@@ -32,7 +32,8 @@ _STACK_BYTES = 1 << 20
 threads has (2 MiB: Rust's, and glibc's where the system sets no limit), so that no grammar that passes here overflows
 a worker's stack."""
 _NICENESS = 10
-"""A check gets a tenth of a core where a worker's thread wants all of it, and a whole one where nobody does."""
+"""Of the whole process, whose start takes longer than most checks: it gets a tenth of a core where a worker's thread
+wants all of it, and a whole one where nobody does."""
 
 
 def definition(kind: str, text: str, frame: str = "") -> str:
@@ -64,6 +65,7 @@ def _quoted(text: str) -> str:
 
 
 def main() -> None:
+    os.nice(_NICENESS)
     folder, cpu_seconds = Path(sys.argv[1]), float(sys.argv[2])
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
@@ -131,7 +133,6 @@ def _write_answer(tokens: GrammarTokens | GrammarError, line: bytes, writing: in
 
 def _limit(cpu_seconds: float) -> None:
     """For this process from now on."""
-    os.nice(_NICENESS)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

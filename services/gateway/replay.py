@@ -16,8 +16,9 @@ from services.receipts.receipt import Receipt, ReceiptError
 from services.scheduler_client.remote_stream import RemoteStream
 from services.text.bounded_json import read_json
 
-# Of the output, tokens in one pass, beside what others decode and prefill.
-_DRAFT_LENGTH = 63
+# Of the output, tokens in one step after the first. Each takes the step about as long as a sequence that decodes, for
+# which all others in the step wait.
+_DRAFT_LENGTH = 15
 
 
 async def replay(text: str, engine: CompletionEngine) -> str | None:

@@ -43,8 +43,9 @@ _LIMIT_METADATA = "spool-max-message-bytes"
 _DEFAULT_LIMIT = 4 * 1024 * 1024
 # Of a token with its text, and of a log probability.
 _TOKEN_BYTES, _LOGPROB_BYTES = 10, 28
-# Of a key, in all of its calls; no more receipts are read. They take few places in the scheduler's queue.
-_REPLAYS_AT_ONCE = 32
+# Of a key, in all of its calls; no more receipts are read. They take few places in the scheduler's queue, and make a
+# step about as long as the key's choices do, which can be as many as there are places.
+_REPLAYS_AT_ONCE = 4
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from pydantic import SecretStr
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
-from scheduler.messages import EmitTokens, SequenceRequest
+from scheduler.messages import EmitTokens, SendStep, SequenceRequest
 from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
 from services.observability.logs import LogFormat, install_logs
 from services.observability.observer import ServiceObserver
@@ -234,14 +234,29 @@ def test_a_key_without_a_name_cannot_fill_the_queue_of_another(tmp_path: Path) -
     asyncio.run(drive())
 
 
-def test_replays_of_one_key_leave_the_queue_to_others(tmp_path: Path) -> None:
-    """Six calls with many receipts each: few of them wait with the scheduler, the rest with the client."""
+class MostReplayed(ServiceObserver):
+    """How many tokens of replays the largest of all steps verifies."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._replays: set[int] = set()
+
+    def sequence_entered(self, request: SequenceRequest, request_id: str, traceparent: str, now: float) -> None:
+        if request.expected_output:
+            self._replays.add(request.sequence_id)
+
+    def step_sent(self, step: SendStep, now: float) -> None:
+        self.tokens = max(self.tokens, sum(row.verify for row in step.rows if row.sequence_id in self._replays))
+
+
+def test_replays_of_one_key_leave_queue_and_steps_to_others(tmp_path: Path) -> None:
+    """Six calls with many receipts each: few of them are with the scheduler, the rest with the client, and no step
+    takes much longer for them than for as many choices."""
 
     async def drive() -> None:
-        tokenizer, watched = save_tokenizer(tmp_path), WatchedEngine()
-        config = SchedulerConfig(policy=Policy.RAGGED, max_running=2, max_queued_sequences=40)
+        tokenizer, watched, most = save_tokenizer(tmp_path), WatchedEngine(), MostReplayed()
         async with (
-            running_cell(config=config, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
+            running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), observers=[most]) as cell,
             running_gateway(cell, tokenizer, WITHOUT_NAMES) as served,
             clients_of(served) as clients,
         ):
@@ -251,25 +266,26 @@ def test_replays_of_one_key_leave_the_queue_to_others(tmp_path: Path) -> None:
                 call = clients.stub.Replay(iter(requests), metadata=tuple(showing(GREEDY).items()), timeout=LONG)
                 return [answer.equal async for answer in call]
 
-            asked = {"prompt": [20, 21], "receipt": True, **TOKENS}
+            asked = {"prompt": [20, 21], "receipt": True, "max_tokens": 40, "ignore_eos": True}
             answer = await clients.http.post("/v1/completions", json=asked, headers=showing(GREEDY))
             receipt = json.dumps(answer.json()["choices"][0]["receipt"])
             watched.watch(cell.workers[1].executor)
             watched.gate.close()
             replays = [asyncio.create_task(replayed()) for _ in range(6)]
-            await until(lambda: cell.live_sequences >= 32)
+            await until(lambda: cell.live_sequences >= 4)
             others = [asyncio.create_task(clients.over_http([20, 21], headers=showing(MODEST), **TOKENS)) for _ in "12"]
-            await until(lambda: cell.live_sequences >= 34)
-            assert cell.live_sequences == 34
+            await until(lambda: cell.live_sequences >= 6)
+            assert cell.live_sequences == 6
             watched.gate.open()
             assert [(await one).status for one in others] == [200] * 2
             assert [all(await one) for one in replays] == [True] * 6
+            assert 15 <= most.tokens <= 60
 
     asyncio.run(drive())
 
 
 def checks_that_give_way() -> int:
-    """How many processes check a constraint now, and leave the cores to others."""
+    """How many processes check a constraint now or wait to, and leave the cores to others."""
     own, count = os.nice(0), 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -305,7 +321,7 @@ def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tm
                 return sum(one.status_code == 400 for one in answers)
 
             hostile = [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8)]
-            await until(lambda: checks_that_give_way() == 2)
+            await until(lambda: checks_that_give_way() == 4)  # each in a copy of a process
             assert (await ask(GREEDY, "[de]{2}", seconds=0.1)).status_code == 504
             answers.clear()
             hostile += [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8, 100)]
