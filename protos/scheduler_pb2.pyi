@@ -479,7 +479,7 @@ class PrefixCacheFigures(_message.Message):
     def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., queries: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class ThroughputFigures(_message.Message):
-    __slots__ = ("tokens", "tokens_per_second", "finished", "failed", "refused", "rounds", "acceptance_rate", "committed_per_round", "target_busy_share", "draft_busy_share", "preemptions", "workers_lost")
+    __slots__ = ("tokens", "tokens_per_second", "finished", "failed", "refused", "rounds", "acceptance_rate", "committed_per_round", "target_busy_share", "preemptions", "workers_lost")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -489,7 +489,6 @@ class ThroughputFigures(_message.Message):
     ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     TARGET_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
     tokens: int
@@ -501,10 +500,9 @@ class ThroughputFigures(_message.Message):
     acceptance_rate: float
     committed_per_round: float
     target_busy_share: float
-    draft_busy_share: float
     preemptions: int
     workers_lost: int
-    def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., draft_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
 class SpeculationFigures(_message.Message):
     __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position")

@@ -52,10 +52,9 @@ class StatisticsSnapshot:
     - `scheduling_share`: the worker's preparation otherwise (checking rows, packing, replies), and the time the
       scheduler core computed while the target had no step, running or queued;
     - `waiting_share`: the target had no step for other reasons: the wire, rows that wait for others.
-    `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is what draft workers computed over the time in which
-    they said so, those that do not register left out. `core_seconds` is all the time the scheduler core computed. What
-    the shares are made of, in seconds and by role: `busy_seconds`, and `worker_seconds` for the whole;
-    `realignment_seconds` and `drafting_seconds` of the targets.
+    `lost_share` is 1 - `target_busy_share`. `core_seconds` is all the time the scheduler core computed. What the shares
+    are made of, in seconds and by role: `busy_seconds`, and `worker_seconds` for the whole, of draft workers the time
+    in which they said so as they registered; `realignment_seconds` and `drafting_seconds` of the targets.
     """
 
     tokens: int = 0
@@ -92,7 +91,6 @@ class StatisticsSnapshot:
     drafting_share: float = 0.0
     scheduling_share: float = 0.0
     lost_share: float = 0.0
-    draft_busy_share: float = 0.0
     core_seconds: float = 0.0
     busy_seconds: dict[str, float] = field(default_factory=dict)
     worker_seconds: dict[str, float] = field(default_factory=dict)
@@ -312,7 +310,6 @@ class ServiceStatistics(ServiceObserver):
             drafting_share=_share(drafting, whole),
             scheduling_share=_share(whole - busy - realign - drafting - waiting, whole),
             lost_share=1.0 - busy_share if whole else 0.0,
-            draft_busy_share=_share(self._draft_busy, self._draft_seconds),
             core_seconds=self._core_seconds,
             busy_seconds={"draft": self._draft_busy, "target": busy},
             worker_seconds={"draft": self._draft_seconds, "target": whole},
