@@ -24,6 +24,7 @@ from services.worker.step_streams import Steps, StepStreams
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "spool.v1.Worker"
+_LONGEST_SECONDS = 600.0
 
 
 def step_thread() -> ThreadPoolExecutor:
@@ -66,17 +67,22 @@ class BaseWorkerServer(worker_pb2_grpc.WorkerServicer):
     @abstractmethod
     def sequences(self) -> int: ...
 
-    @property
     @abstractmethod
+    def running_seconds(self) -> float | None:
+        """How long the worker has been computing; None where it does not."""
+
+    @property
     def busy(self) -> bool:
-        """Whether the worker computes."""
+        return self.running_seconds() is not None
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when the thread that computes hangs."""
+        seconds = self.running_seconds()
+        if seconds is not None and seconds > _LONGEST_SECONDS:
+            raise RuntimeError(f"a step has been running for {seconds:.0f} s, the limit is {_LONGEST_SECONDS:g} s")
 
     @abstractmethod
     def describe(self) -> worker_pb2.WorkerDescription: ...
-
-    @abstractmethod
-    def check_health(self) -> None:
-        """Raises RuntimeError when the thread that computes hangs."""
 
     @abstractmethod
     def refuse_new(self) -> None:

@@ -21,8 +21,7 @@ from services.worker.queue import StepQueue
 
 
 class WorkerServer(BaseWorkerServer):
-    """Serves one step executor, whose steps run on `thread`. `check_health` regards a step as hanging after
-    `longest_step_seconds`."""
+    """Serves one step executor, whose steps run on `thread`."""
 
     def __init__(
         self,
@@ -32,11 +31,9 @@ class WorkerServer(BaseWorkerServer):
         *,
         thread: ThreadPoolExecutor | None = None,
         security: ChannelSecurity | None = None,
-        longest_step_seconds: float = 600.0,
     ) -> None:
         thread = thread or step_thread()
         self._executor = executor
-        self._longest_step = longest_step_seconds
         self._steps = StepQueue(executor, thread)
         super().__init__(self._steps, host, port, thread, security)
 
@@ -53,16 +50,8 @@ class WorkerServer(BaseWorkerServer):
         description.protocol_version = PROTOCOL_VERSION
         return description
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is running."""
-        return self._steps.running_seconds() is not None
-
-    def check_health(self) -> None:
-        """Raises RuntimeError when a step hangs, which blocks the engine's thread for good."""
-        seconds = self._steps.running_seconds()
-        if seconds is not None and seconds > self._longest_step:
-            raise RuntimeError(f"a step has been running for {seconds:.0f} s, the limit is {self._longest_step:g} s")
+    def running_seconds(self) -> float | None:
+        return self._steps.running_seconds()
 
     async def ExportKv(  # noqa: N802
         self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext

@@ -23,8 +23,7 @@ from services.worker.drafting.signs_of_life import SignsOfLife
 
 
 class DraftServer(BaseWorkerServer):
-    """Serves the model `draft` to targets, on `thread`. `worker_epoch` must differ between two starts of a worker.
-    `check_health` regards a batch as hanging after `longest_batch_seconds`."""
+    """Serves the model `draft` to targets, on `thread`. `worker_epoch` must differ between two starts of a worker."""
 
     max_receive_bytes = MAX_FRAME_BYTES
 
@@ -38,12 +37,10 @@ class DraftServer(BaseWorkerServer):
         worker_epoch: int | None = None,
         thread: ThreadPoolExecutor | None = None,
         security: ChannelSecurity | None = None,
-        longest_batch_seconds: float = 600.0,
     ) -> None:
         thread = thread or step_thread()
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         self._draft = draft
-        self._longest_batch = longest_batch_seconds
         self._batcher = Batcher(ModelDrafting(draft, prefix_cache), draft.pool, thread)
         self._drafter = DrafterService(self._batcher, self.worker_epoch, draft.description.vocabulary_size)
         self._signs = SignsOfLife(self.worker_epoch, thread, lambda: draft.pool.free_pages)
@@ -57,9 +54,8 @@ class DraftServer(BaseWorkerServer):
     def sequences(self) -> int:
         return self._batcher.sequences if self._drafter.streams else 0
 
-    @property
-    def busy(self) -> bool:
-        return self._batcher.running_seconds() is not None
+    def running_seconds(self) -> float | None:
+        return self._batcher.running_seconds()
 
     def load(self) -> tuple[float, int]:
         return self._batcher.busy_seconds, self._batcher.queued
@@ -74,11 +70,6 @@ class DraftServer(BaseWorkerServer):
             process_id=os.getpid(),
             protocol_version=PROTOCOL_VERSION,
         )
-
-    def check_health(self) -> None:
-        seconds = self._batcher.running_seconds()
-        if seconds is not None and seconds > self._longest_batch:
-            raise RuntimeError(f"a batch has been running for {seconds:.0f} s, the limit is {self._longest_batch:g} s")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         super().add_to(server)
