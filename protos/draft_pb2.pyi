@@ -8,9 +8,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("opening", "round", "sequences", "closed_ids", "sequence_ids", "lengths", "digests", "counts", "tokens", "draft_lengths")
+    __slots__ = ("opening", "sequences", "closed_ids", "sequence_ids", "lengths", "digests", "counts", "tokens", "draft_lengths")
     OPENING_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CLOSED_IDS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +19,6 @@ class DraftRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     opening: DraftOpening
-    round: int
     sequences: _containers.RepeatedCompositeFieldContainer[DraftSequence]
     closed_ids: _containers.RepeatedScalarFieldContainer[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -29,7 +27,7 @@ class DraftRequest(_message.Message):
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     draft_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, opening: _Optional[_Union[DraftOpening, _Mapping]] = ..., round: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[DraftSequence, _Mapping]]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, opening: _Optional[_Union[DraftOpening, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[DraftSequence, _Mapping]]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftOpening(_message.Message):
     __slots__ = ("protocol_version", "grant")
@@ -48,19 +46,17 @@ class DraftSequence(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., parameters: _Optional[_Union[_worker_pb2.SequenceParameters, _Mapping]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("round", "sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_IDS_FIELD_NUMBER: _ClassVar[int]
-    round: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     unknown_ids: _containers.RepeatedScalarFieldContainer[int]
     refused_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -132,7 +132,7 @@ def token_ids_of_proposals_are_believed(patch: Patch) -> None:
             row.draft_tokens = proposal
         return rows
 
-    patch.setattr(messages, "check_tokens", lambda *_: None)
+    patch.setattr(messages, "_check_tokens", lambda *_: None)
     patch.setattr(StepExecutor, "_with_proposals", trusting)
 
 

@@ -136,8 +136,10 @@ class ScriptedDrafter:
         self.script = script
         self.requests: SimpleQueue[draft_pb2.DraftRequest] = SimpleQueue()
 
-    def grant(self, number: int = 1) -> worker_pb2.DraftGrant:
-        return worker_pb2.DraftGrant(address=self.address, draft_epoch=1, number=number, target_id="target-0")
+    def grant(self, number: int = 1, after_death: bool = False) -> worker_pb2.DraftGrant:
+        return worker_pb2.DraftGrant(
+            address=self.address, draft_epoch=1, number=number, target_id="target-0", after_death=after_death
+        )
 
     def __enter__(self) -> Self:
         self._threads = ThreadPoolExecutor(4)
@@ -170,7 +172,6 @@ def answer_of(
     """What a healthy draft that proposes `tokens` answers."""
     proposed = [tokens(*one) for one in zip(request.sequence_ids, request.draft_lengths, strict=True)]
     return draft_pb2.Proposals(
-        round=request.round,
         sequence_ids=request.sequence_ids,
         digests=request.digests,
         counts=[len(one) for one in proposed],

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 
 from engine.drafting.draft_kv import DraftKv
 from engine.drafting.model_drafting import DraftAnswer, DraftAsk, ModelDrafting
@@ -18,21 +19,11 @@ from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
-from services.worker.drafting.messages import Answer, Verdict, VerdictsOfStep, answers_to_wire
+from services.worker.drafting.messages import Verdict, VerdictsOfStep
 from services.worker.drafting.target_stream import DraftedSequence, TargetStream
 from services.worker.ending import end_process
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Reply:
-    """What one batch has to say to one target."""
-
-    answers: list[Answer] = field(default_factory=list)
-    unknown: list[int] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
-    refusal: BadMessageError | None = None
 
 
 class Batcher:
@@ -52,14 +43,17 @@ class Batcher:
         self._pool = pool
         self._thread = thread
         self._lock = threading.Lock()
-        # Under the lock.
-        self._arrived: dict[TargetStream, None] = {}
-        self._ended: list[TargetStream] = []
+        # Under the lock. A stream with None for a step has ended.
+        self._arrived: list[tuple[TargetStream, VerdictsOfStep | None]] = []
         self._scheduled = False
         # Of the thread that computes.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[TargetStream, None] = {}
         self._waiting: dict[DraftedSequence, TargetStream] = {}
+        self._answers: defaultdict[TargetStream, draft_pb2.Proposals] = defaultdict(draft_pb2.Proposals)
+        """Of the present batch."""
+        self._calls: list[partial[None]] = []
+        """To be made on the event loop when the batch has ended."""
         self._number = 0
         self._reading_next = False
         # Read by the event loop as well.
@@ -69,7 +63,7 @@ class Batcher:
     @property
     def queued(self) -> int:
         """Sequences that wait to be drafted for, of all targets."""
-        return len(self._waiting) + sum(len(step.verdicts) for stream in [*self._arrived] for step in [*stream.arrived])
+        return len(self._waiting) + sum(len(step.verdicts) for _, step in [*self._arrived] if step is not None)
 
     @property
     def sequences(self) -> int:
@@ -82,29 +76,24 @@ class Batcher:
 
     def add(self, stream: TargetStream, step: VerdictsOfStep) -> None:
         self._loop = asyncio.get_running_loop()
-        with self._lock:
-            if not stream.closed:
-                stream.arrived.append(step)
-                self._arrived[stream] = None
-                self._schedule()
+        stream.note(step, taken=False)
+        self._put(stream, step)
 
     def close(self, stream: TargetStream) -> None:
-        """Frees what the stream's sequences hold."""
+        """Frees what the stream's sequences hold. Nothing more is added for it."""
+        self._put(stream, None)
+
+    def _put(self, stream: TargetStream, step: VerdictsOfStep | None) -> None:
         with self._lock:
-            stream.closed = True
-            stream.arrived.clear()
-            self._ended.append(stream)
+            self._arrived.append((stream, step))
             self._schedule()
-        stream.note_taken()
 
     def _schedule(self) -> None:
         """Under the lock. A batch is a call of its own, so that other calls to the thread come between two."""
         if not self._scheduled:
-            try:
+            with suppress(RuntimeError):  # the worker has stopped
                 self._thread.submit(self._run)
-            except RuntimeError:
-                return  # the worker has stopped
-            self._scheduled = True
+                self._scheduled = True
 
     # On the thread that computes.
 
@@ -117,88 +106,75 @@ class Batcher:
         except Exception as error:
             # What the draft has of any sequence is unknown now. Targets begin anew with streams of their own.
             logger.exception("a batch has failed")
+            refusal = BadMessageError(f"a batch has failed: {type(error).__name__}: {error}", "INTERNAL")
             try:
-                self._drop_all(BadMessageError(f"a batch has failed: {type(error).__name__}: {error}", "INTERNAL"))
+                for stream in [*self._streams]:
+                    self._refuse(stream, refusal)
             except Exception:
                 logger.exception("sequences cannot be dropped")
                 end_process("what a failed batch has left cannot be freed")
+        self._tell()
         self.busy_seconds += time.monotonic() - began
         self._began = None
         with self._lock:
             self._scheduled = False
-            if self._arrived or self._ended or self._waiting:
+            if self._arrived or self._waiting:
                 self._schedule()
 
     def _batch(self) -> None:
         self._number += 1
-        replies: dict[TargetStream, Reply] = {}
+        self._answers.clear()
         with self._lock:
-            ended, self._ended = self._ended, []
-            arrived = [(stream, [*stream.arrived]) for stream in self._arrived]
-            for stream in self._arrived:
-                stream.arrived.clear()
-            self._arrived.clear()
-        for stream, steps in arrived:
+            arrived, self._arrived = self._arrived, []
+        self._calls += [partial(stream.note, step, taken=True) for stream, step in arrived if step is not None]
+        for stream, step in arrived:
+            if step is None:
+                self._drop(stream)
+                continue
             self._streams[stream] = None
-            reply = replies[stream] = Reply()
             try:
-                for step in steps:
-                    self._apply(stream, step, reply)
+                self._apply(stream, step)
             except BadMessageError as error:
-                reply.refusal = error
-        for stream in ended:
-            self._drop(stream)
-        asked = self._with_pages(self._chosen(), replies)
+                self._refuse(stream, error)
+        asked = self._with_pages(self._chosen())
         answers = self._drafting.propose([_ask(one) for one in asked])
         for one, answer in zip(asked, answers, strict=True):
             one.served = self._number
             if not answer.behind:
-                self._answer(one, answer, replies)
-        self._send(replies)
+                self._answer(one, answer)
+        self._calls += [partial(stream.answers.put_nowait, proposals) for stream, proposals in self._answers.items()]
 
-    def _apply(self, stream: TargetStream, step: VerdictsOfStep, reply: Reply) -> None:
+    def _apply(self, stream: TargetStream, step: VerdictsOfStep) -> None:
         """Raises BadMessageError."""
-        stream.round = step.round
         for sequence_id in step.closed_ids:
             self._forget(stream, sequence_id)
         new = sum(one.sequence_id not in stream.sequences for one in step.verdicts if one.opened is not None)
         check_at_most("the number of sequences", len(stream.sequences) + new, MAX_SEQUENCES, "RESOURCE_EXHAUSTED")
         for verdict in step.verdicts:
-            sequence_id = verdict.sequence_id
-            if verdict.length > self._drafting.description.max_sequence_length:
+            sequence_id, opened = verdict.sequence_id, verdict.opened
+            if opened is not None:
                 self._forget(stream, sequence_id)
-                reply.refused.append(sequence_id)
-                continue
-            one = self._sequence(stream, verdict)
-            if one is None or not _follow(one, verdict):
+                kv, tokens = DraftKv([opened.cache_scope]), DigestedTokens(opened.tokens)
+                one = DraftedSequence(sequence_id, opened.prompt_length, opened.sampling, kv, tokens)
+                stream.sequences[sequence_id] = one
+            known = stream.sequences.get(sequence_id)
+            if known is None or not _follow(known, verdict):
                 self._forget(stream, sequence_id)
-                reply.unknown.append(sequence_id)
-                continue
-            if verdict.draft_length and verdict.length <= one.prompt_length:
-                raise BadMessageError(
-                    f"lengths holds {verdict.length} for sequence {sequence_id}, must be above its prompt_length "
-                    f"{one.prompt_length} with a draft_length of {verdict.draft_length}"
-                )
-            one.draft_length = verdict.draft_length
-            if one.asked < self._number:
-                one.asked_before, one.asked = one.asked, self._number
-            self._waiting[one] = stream
+                self._answers[stream].unknown_ids.append(sequence_id)
+            elif not self._may_propose(known, verdict):
+                self._forget(stream, sequence_id)
+                self._answers[stream].refused_ids.append(sequence_id)
+            else:
+                known.draft_length = verdict.draft_length
+                if known.asked < self._number:
+                    known.asked_before, known.asked = known.asked, self._number
+                self._waiting[known] = stream
 
-    def _sequence(self, stream: TargetStream, verdict: Verdict) -> DraftedSequence | None:
-        """The sequence of a verdict; None where it is not known."""
-        sequence_id, opened = verdict.sequence_id, verdict.opened
-        if opened is None:
-            return stream.sequences.get(sequence_id)
-        self._forget(stream, sequence_id)
-        one = DraftedSequence(
-            sequence_id,
-            opened.prompt_length,
-            opened.sampling,
-            DraftKv([opened.cache_scope]),
-            DigestedTokens(opened.tokens),
-        )
-        stream.sequences[sequence_id] = one
-        return one
+    def _may_propose(self, one: DraftedSequence, verdict: Verdict) -> bool:
+        """Not for what is too long, nor for what continues a prompt that is not whole yet."""
+        if verdict.length > self._drafting.description.max_sequence_length:
+            return False
+        return verdict.length > one.prompt_length or not verdict.draft_length
 
     def _chosen(self) -> list[DraftedSequence]:
         """Those of the waiting sequences for which the next batch is."""
@@ -210,42 +186,42 @@ class Batcher:
             return reading
         return [one for one in self._waiting if one.lag <= self._pool.page_size]
 
-    def _with_pages(
-        self, chosen: Sequence[DraftedSequence], replies: dict[TargetStream, Reply]
-    ) -> list[DraftedSequence]:
+    def _with_pages(self, chosen: Sequence[DraftedSequence]) -> list[DraftedSequence]:
         """Those for which there are pages; the others are answered."""
         fitting: list[DraftedSequence] = []
-        reserved = 0
+        reserved, idle = 0, None
         for one in chosen:
             needed = self._pool.missing(one.kv.table, len(one.tokens) + max(one.draft_length - 1, 0))
-            while reserved + needed > self._pool.free_pages and (idle := self._idle(one)) is not None:
-                idle.kv.drop()
-                idle.asked = idle.asked_before = 0
+            while reserved + needed > self._pool.free_pages:
+                idle = self._idle() if idle is None else idle
+                if not idle or idle[0].served >= one.asked_before:
+                    break
+                dropped = idle.popleft()
+                dropped.kv.drop()
+                dropped.asked = dropped.asked_before = 0
             if reserved + needed <= self._pool.free_pages:
                 reserved += needed
                 fitting.append(one)
             else:
-                self._answer(one, DraftAnswer(refused=one.asked_before > 0), replies)
+                self._answer(one, DraftAnswer(refused=one.asked_before > 0))
         return fitting
 
-    def _idle(self, claimant: DraftedSequence) -> DraftedSequence | None:
-        """Of the sequences with pages that others may take, the one computed for least lately."""
-        idle = [
-            one
-            for stream in self._streams
-            for one in stream.sequences.values()
-            if one.served < claimant.asked_before and one.kv.table.length and one not in self._waiting
-        ]
-        return min(idle, key=lambda one: one.served, default=None)
+    def _idle(self) -> deque[DraftedSequence]:
+        """Sequences with pages for which nothing is to be computed, the one computed for least lately first."""
+        known = (one for stream in self._streams for one in stream.sequences.values())
+        idle = [one for one in known if one.kv.table.length and one not in self._waiting]
+        return deque(sorted(idle, key=lambda one: one.served))
 
-    def _answer(self, one: DraftedSequence, answer: DraftAnswer, replies: dict[TargetStream, Reply]) -> None:
+    def _answer(self, one: DraftedSequence, answer: DraftAnswer) -> None:
         stream = self._waiting.pop(one)
-        reply = replies.setdefault(stream, Reply())
+        proposals = self._answers[stream]
         if answer.refused:
             self._forget(stream, one.sequence_id)
-            reply.refused.append(one.sequence_id)
-        digest = one.tokens.digest(len(one.tokens))
-        reply.answers.append(Answer(one.sequence_id, digest, answer.tokens))
+            proposals.refused_ids.append(one.sequence_id)
+        proposals.sequence_ids.append(one.sequence_id)
+        proposals.digests.append(one.tokens.digest(len(one.tokens)))
+        proposals.counts.append(len(answer.tokens))
+        proposals.tokens.extend(answer.tokens)
 
     def _forget(self, stream: TargetStream, sequence_id: int) -> None:
         one = stream.sequences.pop(sequence_id, None)
@@ -257,32 +233,23 @@ class Batcher:
         for sequence_id in [*stream.sequences]:
             self._forget(stream, sequence_id)
         self._streams.pop(stream, None)
+        self._answers.pop(stream, None)
 
-    def _drop_all(self, refusal: BadMessageError) -> None:
-        streams = [*self._streams]
-        for stream in streams:
-            self._drop(stream)
-        self._send({stream: Reply(refusal=refusal) for stream in streams})
+    def _refuse(self, stream: TargetStream, refusal: BadMessageError) -> None:
+        self._drop(stream)
+        self._calls.append(partial(stream.end, refusal))
 
-    def _send(self, replies: dict[TargetStream, Reply]) -> None:
-        messages = [(stream, reply, _proposals(reply, stream.round)) for stream, reply in replies.items()]
-        if messages and self._loop is not None:
+    def _tell(self) -> None:
+        calls, self._calls = self._calls, []
+        if calls and self._loop is not None:
             with suppress(RuntimeError):  # the worker has stopped meanwhile, and its loop is closed
-                self._loop.call_soon_threadsafe(_hand_over, messages)
-
-
-def _proposals(reply: Reply, round_of_target: int) -> draft_pb2.Proposals:
-    proposals = answers_to_wire(reply.answers)
-    proposals.round = round_of_target
-    proposals.unknown_ids.extend(reply.unknown)
-    proposals.refused_ids.extend(reply.refused)
-    return proposals
+                self._loop.call_soon_threadsafe(_make, calls)
 
 
 def _follow(one: DraftedSequence, verdict: Verdict) -> bool:
     """Applies a verdict to the tokens. Whether they are the target's then."""
     start = verdict.length - len(verdict.tokens)
-    if start > len(one.tokens):
+    if not verdict.length or not 0 <= start <= len(one.tokens):
         return False
     one.tokens.truncate(start)
     one.kv.truncate(start)
@@ -294,11 +261,7 @@ def _ask(one: DraftedSequence) -> DraftAsk:
     return DraftAsk(one.kv, one.tokens.tokens, (), one.prompt_length, one.sampling, one.draft_length)
 
 
-def _hand_over(messages: Iterable[tuple[TargetStream, Reply, draft_pb2.Proposals]]) -> None:
+def _make(calls: Sequence[partial[None]]) -> None:
     """On the event loop."""
-    for stream, reply, proposals in messages:
-        stream.note_taken()
-        if reply.answers or reply.unknown or reply.refused:
-            stream.answers.put_nowait(proposals)
-        if reply.refusal is not None:
-            stream.end(reply.refusal)
+    for call in calls:
+        call()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
@@ -15,17 +16,18 @@ from services.worker.drafting.limits import MAX_STREAMS, BadMessageError
 from services.worker.drafting.target_stream import TargetStream
 
 _SECRET_SECONDS = 5.0
+_CLOSING_SECONDS = 5.0
 
-Take = Callable[[TargetStream, draft_pb2.DraftRequest], None]
-"""Takes in a request. Raises BadMessageError."""
+Read = Callable[[AsyncIterator[draft_pb2.DraftRequest], TargetStream], Awaitable[None]]
+"""Takes in the requests of a stream until they end."""
 
 
 class FrameListener:
     """A connection is its stream's once it has sent the stream's secret, which counts once; any other is closed. Of
     those that have sent none yet there are at most `MAX_STREAMS`: whoever comes then is spoken to by gRPC alone."""
 
-    def __init__(self, take: Take) -> None:
-        self._take = take
+    def __init__(self, read: Read) -> None:
+        self._read = read
         self._server: asyncio.Server | None = None
         self._offered: dict[bytes, TargetStream] = {}
         self._unknown = 0
@@ -47,24 +49,21 @@ class FrameListener:
         return f"{self._port} {secret.hex()}"
 
     def withdraw(self, stream: TargetStream) -> None:
-        """The stream has ended."""
+        """The stream has ended. Its target may read its last answers for a while."""
         self._offered = {secret: one for secret, one in self._offered.items() if one is not stream}
         if stream.frames is not None:
-            stream.frames.close()
+            asyncio.get_running_loop().call_later(_CLOSING_SECONDS, stream.frames.transport.abort)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             stream = await self._stream_of(reader)
-            if stream is None:
+            if stream is not None:
+                writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                writer.write(WELCOME)
+                stream.frames = writer
+                await self._read(_requests_of(reader), stream)
                 return
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.frames = writer
-            writer.write(WELCOME)
-            await self._read(reader, stream)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+        writer.close()
 
     async def _stream_of(self, reader: asyncio.StreamReader) -> TargetStream | None:
         """Raises TimeoutError and IncompleteReadError where no secret comes."""
@@ -77,17 +76,14 @@ class FrameListener:
         finally:
             self._unknown -= 1
 
-    async def _read(self, reader: asyncio.StreamReader, stream: TargetStream) -> None:
-        """Raises IncompleteReadError at the end."""
-        refusal = BadMessageError("the connection of the target's frames has ended", "UNAVAILABLE")
-        try:
-            while True:
-                data = await reader.readexactly(size_of(await reader.readexactly(4)))
-                self._take(stream, draft_pb2.DraftRequest.FromString(data))
-                await stream.room()
-        except BadMessageError as error:
-            refusal = error
-        except DecodeError as error:
-            refusal = BadMessageError(f"the message cannot be read: {error}")
-        finally:
-            stream.end(refusal)
+
+async def _requests_of(reader: asyncio.StreamReader) -> AsyncIterator[draft_pb2.DraftRequest]:
+    """Raises BadMessageError."""
+    try:
+        while True:
+            data = await reader.readexactly(size_of(await reader.readexactly(4)))
+            yield draft_pb2.DraftRequest.FromString(data)
+    except (OSError, asyncio.IncompleteReadError):
+        raise BadMessageError("the connection of the target's frames has ended", "UNAVAILABLE") from None
+    except DecodeError as error:
+        raise BadMessageError(f"the message cannot be read: {error}") from error

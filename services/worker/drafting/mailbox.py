@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from engine.drafting.proposer import Asked
 from scheduler.messages import DraftingReport
-from services.worker.drafting.limits import BadMessageError
+from services.worker.drafting.limits import check_at_most
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.patience import Patience
 
 _DEATHS = 2
-"""Streams that break in a row while an answer for a sequence is due, before no draft is asked for it any more."""
+"""Draft workers that die in a row and owe an answer for a sequence, before no other one is asked for it."""
 
 
 @dataclass(slots=True)
@@ -22,8 +22,9 @@ class RemoteSequence:
     """The draft has been `sent` the first so many tokens on the present stream; 0: the sequence must be opened.
 
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
-    `tokens` are what is proposed. `met`: the draft has proposed for the sequence on this stream, so that steps wait for
-    the next time. `deaths` counts streams that broke in a row while an answer was due, if only to say that KV is there.
+    `tokens` are what is proposed. `met`: the draft has proposed for the sequence and has little to read for the next
+    proposal, so that steps wait for it. `owed`: a stream broke while an answer was due, if only to say that KV is
+    there; `deaths` counts the drafts that died so, in a row.
     """
 
     sent: int = 0
@@ -32,8 +33,13 @@ class RemoteSequence:
     answered: bool = True
     tokens: Sequence[int] = ()
     met: bool = False
+    owed: bool = False
     deaths: int = 0
     refused: bool = False
+
+    @property
+    def in_time(self) -> bool:
+        return self.answered and self.most > 0
 
     def ask(self, digest: int, most: int) -> None:
         self.asked, self.most, self.answered, self.tokens = digest, most, False, ()
@@ -43,10 +49,8 @@ class RemoteSequence:
         self.met = self.met or bool(answer.tokens)
         if answer.digest != self.asked:
             return
-        if len(answer.tokens) > self.most:
-            raise BadMessageError(
-                f"counts holds {len(answer.tokens)} for sequence {answer.sequence_id}, must be at most {self.most}"
-            )
+        name = f"the number of tokens for sequence {answer.sequence_id}"
+        check_at_most(name, len(answer.tokens), self.most)
         self.answered = True
         if self.most:
             self.tokens, self.met, self.deaths = answer.tokens, True, 0
@@ -67,64 +71,66 @@ class Mailbox:
         self.lock = threading.Condition()
         self.sequences: dict[int, RemoteSequence] = {}
         self.connected = False
-        self._patience = Patience()
+        self.patience = Patience()
         self._report = DraftingReport()
         self._refused: list[int] = []
 
-    def open(self) -> None:
-        """A new stream is there."""
-        with self.lock:
-            self.connected = True
-            self._forget_stream()
+    def granted(self, after_death: bool) -> None:
+        """Another draft worker serves the target, perhaps since the one before has died."""
+        for sequence_id, one in self.sequences.items():
+            one.deaths += one.owed and after_death
+            one.owed = False
+            if one.deaths >= _DEATHS:
+                self._refuse(sequence_id, one)
 
-    def close(self, died: bool) -> None:
-        """The stream is no more. Where it `died`, the sequences for which answers are due may be the reason."""
-        with self.lock:
-            self.connected = False
-            for sequence_id, one in self.sequences.items():
-                if died and not one.answered:
-                    one.deaths += 1
-                    if one.deaths >= _DEATHS:
-                        self._refuse(sequence_id, one)
-            self._forget_stream()
-            self.lock.notify_all()
+    def open(self) -> None:
+        """A stream is there: so the draft worker lives, whatever has broken the stream before."""
+        self.connected, self.patience = True, Patience()
+        for one in self.sequences.values():
+            one.owed = False
+
+    def close(self) -> None:
+        """The stream is no more."""
+        self.connected = False
+        for one in self.sequences.values():
+            one.owed = one.owed or not one.answered
+            one.forget_stream()
+        self.lock.notify_all()
 
     def deliver(self, answers: Sequence[Answer], unknown: Iterable[int], refused: Iterable[int]) -> None:
         """Raises BadMessageError."""
-        with self.lock:
-            for answer in answers:
-                if (one := self.sequences.get(answer.sequence_id)) is not None:
-                    one.take_in(answer)
-            for sequence_id in unknown:
-                if (one := self.sequences.get(sequence_id)) is not None:
-                    one.forget_stream()
-            for sequence_id in refused:
-                if (one := self.sequences.get(sequence_id)) is not None:
-                    self._refuse(sequence_id, one)
-            self.lock.notify_all()
+        for answer in answers:
+            if (one := self.sequences.get(answer.sequence_id)) is not None:
+                one.take_in(answer)
+        for sequence_id in unknown:
+            if (one := self.sequences.get(sequence_id)) is not None:
+                one.forget_stream()
+        for sequence_id in refused:
+            if (one := self.sequences.get(sequence_id)) is not None:
+                self._refuse(sequence_id, one)
+        self.lock.notify_all()
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
         """The proposals that are there, or come in time for sequences for which the draft has proposed before."""
         with self.lock:
             found = [self._find(one) for one in asked]
-            due = [one for one in found if one is not None and one.met and one.most]
-            waits = wait_seconds > 0 and self._patience.left
-            if waits and not all(one.answered for one in due):
-                self._wait(due, time.monotonic() + wait_seconds)
+            met = [one for one in found if one is not None and one.met]
+            waits = wait_seconds > 0 and any(one.most for one in met)
+            if waits:
+                self._wait(met, time.monotonic() + wait_seconds)
             # The draft may have lost or refused some meanwhile: no answer of theirs is due any more.
-            due = [one for one in due if one.asked is not None]
-            in_time = sum(one.answered for one in due)
-            if due and (waits or in_time == len(due)):
-                self._patience.note(in_time == len(due))
-            elif due and not self._patience.left:
-                self._patience.note(False)
-            self._report.asked += len(due)
+            met = [one for one in met if one.asked is not None]
+            in_time = sum(one.in_time for one in met)
+            if waits and met:
+                self.patience.waited(2 * in_time >= len(met))
+            self._report.asked += len(met)
             self._report.in_time += in_time
             return [() if one is None else one.tokens[: ask.most] for one, ask in zip(found, asked, strict=True)]
 
     def report(self, connected: bool) -> DraftingReport:
-        """Since it was asked last."""
+        """Since it was asked last, as it is after each step."""
         with self.lock:
+            self.patience.step()
             report, self._report = self._report, DraftingReport()
             report.connected, report.refused = connected, tuple(self._refused)
             self._refused.clear()
@@ -134,8 +140,8 @@ class Mailbox:
         one = self.sequences.get(asked.drafting.sequence_id)
         return one if one is not None and one.asked == asked.digest and asked.most else None
 
-    def _wait(self, due: Sequence[RemoteSequence], until: float) -> None:
-        while self.connected and not all(one.answered for one in due):
+    def _wait(self, met: Sequence[RemoteSequence], until: float) -> None:
+        while self.connected and not all(one.answered for one in met):
             left = until - time.monotonic()
             if left <= 0 or not self.lock.wait(left):
                 return
@@ -145,7 +151,3 @@ class Mailbox:
         if not one.refused:
             one.refused = True
             self._refused.append(sequence_id)
-
-    def _forget_stream(self) -> None:
-        for one in self.sequences.values():
-            one.forget_stream()

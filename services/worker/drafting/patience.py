@@ -1,28 +1,28 @@
-"""Whether a step waits for a draft worker that has kept steps waiting before."""
+"""Whether a target asks its draft worker for proposals."""
 
 from __future__ import annotations
 
-_MOST_SKIPPED = 64
+_LATE_STEPS = 3
+_STEPS_BETWEEN_PROBES = 100
 
 
 class Patience:
-    """After a step in which the draft was late, the next one does not wait; after one more the next two do not, then
-    four, and so on, until the draft is in time again. So one that hangs costs almost nothing."""
+    """After three steps in a row for which most proposals came late, there are none for a hundred steps; then the draft
+    may show whether it is in time again. Meanwhile it only keeps up its KV: a draft that needs more than half of the
+    time that a step may wait would else be busy with the round before whenever a step does wait, and late for ever."""
 
     def __init__(self) -> None:
-        self._skipping = 0
-        self._next = 1
+        self._late = self._steps = 0
 
     @property
     def left(self) -> bool:
-        """Whether the present step may wait."""
-        return not self._skipping
+        return self._late < _LATE_STEPS or self._steps >= _STEPS_BETWEEN_PROBES
 
-    def note(self, in_time: bool) -> None:
-        """How the step ended."""
-        if in_time:
-            self._skipping, self._next = 0, 1
-        elif self._skipping:
-            self._skipping -= 1
-        else:
-            self._skipping, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
+    def step(self) -> None:
+        """Another step of the target, whether it had to do with the draft or not."""
+        self._steps += 1
+
+    def waited(self, in_time: bool) -> None:
+        """How a step ended that counted on proposals."""
+        self._late = 0 if in_time else self._late + 1
+        self._steps = 0

@@ -10,9 +10,9 @@ from engine.steps import RowOutcome, VerifyRow
 from protos import draft_pb2, worker_pb2
 from scheduler.messages import DraftingReport
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.conversion import to_wire
 from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_OPENED_TOKENS, MAX_SEQUENCES
 from services.worker.drafting.mailbox import Mailbox, RemoteSequence
-from services.worker.drafting.messages import Opened, Verdict, VerdictsOfStep, answers_from_wire, verdicts_to_wire
 from services.worker.drafting.stream import DraftStream, StreamOptions
 
 
@@ -35,25 +35,21 @@ class RemoteProposer:
         self._mailbox = Mailbox()
         self._grant: worker_pb2.DraftGrant | None = None
         self._stream: DraftStream | None = None
-        self._round = 0
         self._closed_ids: list[int] = []
 
     def set_grant(self, grant: worker_pb2.DraftGrant | None) -> None:
         """From whom proposals come, from now on."""
         if grant == self._grant:
             return
-        old, self._grant = self._stream, None
-        with self._mailbox.lock:
-            self._stream = None
-            self._mailbox.close(died=False)
-        if old is not None:
-            old.close()
-        self._closed_ids = []
+        if self._stream is not None:
+            self._stream.close()
+        self._grant, self._stream, self._closed_ids = None, None, []
         if grant is not None:
+            with self._mailbox.lock:
+                self._mailbox.granted(grant.after_death)
             self._grant = worker_pb2.DraftGrant()
             self._grant.CopyFrom(grant)
-            self._stream = DraftStream(self._grant, self._security, self, self._options)
-            self._stream.start()
+            self._stream = DraftStream(self._grant, self._vocabulary_size, self._security, self._mailbox, self._options)
 
     def close(self) -> None:
         """Ends the stream, and waits for its thread."""
@@ -71,21 +67,16 @@ class RemoteProposer:
         return self._mailbox.take(asked, wait_seconds)
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
-        stream = self._stream
+        stream, request = self._stream, draft_pb2.DraftRequest(closed_ids=self._closed_ids)
         with self._mailbox.lock:
             if stream is None or not self._mailbox.connected:
                 return
-            self._round += 1
-            step = VerdictsOfStep(self._round, self._closed_ids)
-            opened_tokens = 0
+            room = MAX_OPENED_TOKENS
             for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
-                verdict = self._verdict(row, outcome.tokens[-1:], digest, MAX_OPENED_TOKENS - opened_tokens)
-                if verdict is not None:
-                    step.verdicts.append(verdict)
-                    opened_tokens += verdict.length if verdict.opened is not None else 0
-        if step.verdicts or step.closed_ids:
+                room -= self._ask(request, row, outcome.tokens[-1:], digest, room)
+        if request.sequence_ids or request.closed_ids:
             self._closed_ids = []
-            stream.send(verdicts_to_wire(step))
+            stream.send(request)
 
     def forget(self, drafting: SequenceDrafting) -> None:
         with self._mailbox.lock:
@@ -99,43 +90,40 @@ class RemoteProposer:
             return None
         return self._mailbox.report(self._mailbox.connected or not stream.failed)
 
-    # Called by the stream, on its thread.
-
-    def stream_opened(self, stream: DraftStream) -> None:
-        with self._mailbox.lock:
-            if stream is self._stream:
-                self._mailbox.open()
-
-    def stream_lost(self, stream: DraftStream) -> None:
-        with self._mailbox.lock:
-            if stream is self._stream:
-                self._mailbox.close(died=True)
-
-    def proposals_came(self, stream: DraftStream, proposals: draft_pb2.Proposals) -> None:
-        """Raises BadMessageError."""
-        answers = answers_from_wire(proposals, self._vocabulary_size)
-        with self._mailbox.lock:
-            if stream is self._stream:
-                self._mailbox.deliver(answers, proposals.unknown_ids, proposals.refused_ids)
-
-    def _verdict(self, row: VerifyRow, sampled: Sequence[int], digest: int, room: int) -> Verdict | None:
-        """What the draft is to hear of a row; None: nothing. At most `room` tokens are opened, but for a first one."""
+    def _ask(
+        self, request: draft_pb2.DraftRequest, row: VerifyRow, sampled: Sequence[int], digest: int, room: int
+    ) -> int:
+        """Adds to the request what the draft is to hear of a row, if anything. At most `room` tokens are opened, unless
+        they are the first ones; returns how many."""
         sequence_id = row.drafting.sequence_id
         known = self._mailbox.sequences.get(sequence_id)
         if not row.draft_length or (known is None and len(self._mailbox.sequences) >= MAX_SEQUENCES):
-            return None
+            return 0
         one = known or RemoteSequence()
-        length = len(row.history) + len(sampled)
-        if one.refused or (not one.sent and room < min(length, MAX_OPENED_TOKENS)):
-            return None
+        length, sent = len(row.history) + len(sampled), one.sent
+        if one.refused or (not sent and room < min(length, MAX_OPENED_TOKENS)):
+            return 0
         self._mailbox.sequences[sequence_id] = one
-        wanted = min(row.draft_length, MAX_DRAFT_LENGTH) if sampled else 0
-        verdict = Verdict(sequence_id, length, digest, (), wanted)
-        if one.sent:
-            verdict.tokens = [*row.history[min(one.sent, length - 1) :], *sampled]
-        else:
-            tokens = [*row.history, *sampled]
-            verdict.opened = Opened(row.prompt_length, row.sampling, row.drafting.cache_scope, tokens)
+        wanted = min(row.draft_length, MAX_DRAFT_LENGTH) if sampled and self._mailbox.patience.left else 0
+        new = [*row.history[min(sent, length - 1) :], *sampled] if sent else []
+        if not sent:
+            parameters = to_wire(
+                worker_pb2.SequenceParameters,
+                prompt_length=row.prompt_length,
+                sampling=row.sampling,
+                cache_scope=row.drafting.cache_scope,
+                committed_tokens=[*row.history, *sampled],
+            )
+            request.sequences.add(sequence_id=sequence_id, parameters=parameters)
+        elif len(new) > MAX_DRAFT_LENGTH + 1:
+            # More than a round commits: the draft must catch up first.
+            one.met = False
+        request.sequence_ids.append(sequence_id)
+        request.lengths.append(length)
+        request.digests.append(digest)
+        request.counts.append(len(new))
+        request.tokens.extend(new)
+        request.draft_lengths.append(wanted)
         one.sent = length
         one.ask(digest, wanted)
-        return verdict
+        return 0 if sent else length

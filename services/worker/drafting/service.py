@@ -45,7 +45,7 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
 
     async def listen(self, host: str) -> None:
         """Offers connections for frames to targets from now on. Raises OSError."""
-        self._frames = FrameListener(self._take)
+        self._frames = FrameListener(self._read)
         await self._frames.start(host)
 
     @property
@@ -55,7 +55,7 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
     def dismiss(self) -> None:
         """Ends all streams and lets none in any more. Targets that still asked go on without."""
         self.draining = True
-        for stream in self._streams.values():
+        for stream in [*self._streams.values()]:
             stream.end(BadMessageError("the draft worker is leaving", "UNAVAILABLE"))
         if self._frames is not None:
             self._frames.stop()
@@ -80,7 +80,7 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
                     yield proposals
                 else:
                     stream.frames.write(frame_of(proposals))
-                    with suppress(ConnectionError):  # whoever reads from it ends the stream
+                    with suppress(OSError):  # whoever reads from it ends the stream
                         await stream.frames.drain()
             if stream.refusal is not None:
                 logger.warning("target %s gets no more proposals: %s", stream.target_id, stream.refusal)
@@ -90,13 +90,19 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
                 reader.result()
         finally:
             reader.cancel()
-            self._batcher.close(stream)
-            if self._frames is not None:
-                self._frames.withdraw(stream)
-            if self._streams.get(stream.target_id) is stream:
-                del self._streams[stream.target_id]
-            if not self._streams:
-                self._empty.set()
+            stream.end(None)
+            if stream.frames is not None:
+                stream.frames.close()
+
+    def _free(self, stream: TargetStream) -> None:
+        """The stream has ended."""
+        self._batcher.close(stream)
+        if self._frames is not None:
+            self._frames.withdraw(stream)
+        if self._streams.get(stream.target_id) is stream:
+            del self._streams[stream.target_id]
+        if not self._streams:
+            self._empty.set()
 
     async def _admitted(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> TargetStream:
         """The stream that the first message opens; an earlier one of the target ends. Raises BadMessageError."""
@@ -124,7 +130,7 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._grants.move_to_end(target_id)
         while len(self._grants) > _REMEMBERED_GRANTS:
             self._grants.popitem(last=False)
-        stream = self._streams[target_id] = TargetStream(target_id)
+        stream = self._streams[target_id] = TargetStream(target_id, self._free)
         self._empty.clear()
         return stream
 
@@ -146,18 +152,16 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             )
 
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftRequest], stream: TargetStream) -> None:
-        """Until the target ends its stream. Raises what reading it raises."""
+        """Until the target ends its stream. Raises what reading it raises, but for BadMessageError."""
         try:
             async for request in requests:
-                self._take(stream, request)
+                if stream.closed:
+                    break
+                if request.HasField("opening"):
+                    raise BadMessageError("opening came again, must be in the first message of a stream only")
+                self._batcher.add(stream, verdicts_from_wire(request, self._vocabulary_size))
                 await stream.room()
         except BadMessageError as error:
             stream.end(error)
         finally:
             stream.end(None)
-
-    def _take(self, stream: TargetStream, request: draft_pb2.DraftRequest) -> None:
-        """Raises BadMessageError."""
-        if request.HasField("opening"):
-            raise BadMessageError("opening came again, must be in the first message of a stream only")
-        self._batcher.add(stream, verdicts_from_wire(request, self._vocabulary_size))

@@ -27,7 +27,22 @@ class SignsOfLife:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._answer, request)
 
     def _answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepReply:
-        status, error = self._check(request)
+        epoch, status, error = request.scheduler_epoch, worker_pb2.STEP_STATUS_INVALID, ""
+        newcomer = epoch > self.scheduler_epoch
+        if request.worker_epoch != self._worker_epoch:
+            status = worker_pb2.STEP_STATUS_WRONG_EPOCH
+            error = f"worker_epoch is {request.worker_epoch}, this worker's is {self._worker_epoch}"
+        elif epoch < self.scheduler_epoch:
+            status = worker_pb2.STEP_STATUS_FENCED
+            error = f"scheduler_epoch is {epoch}, one with {self.scheduler_epoch} has taken over"
+        else:
+            self.scheduler_epoch = epoch
+            if newcomer and self.draining:
+                error = "the worker is draining and takes no new schedulers"
+            elif request.step_id or request.rows or request.following.sequence_ids or request.released_sequence_ids:
+                error = f"step_id is {request.step_id}, must be 0 without rows and released sequences on a draft worker"
+            else:
+                status = worker_pb2.STEP_STATUS_OK
         return worker_pb2.StepReply(
             worker_epoch=self._worker_epoch,
             step_id=request.step_id,
@@ -35,19 +50,3 @@ class SignsOfLife:
             error=error,
             free_pages=self._free_pages(),
         )
-
-    def _check(self, request: worker_pb2.StepRequest) -> tuple[worker_pb2.StepStatus, str]:
-        if request.worker_epoch != self._worker_epoch:
-            error = f"worker_epoch is {request.worker_epoch}, this worker's is {self._worker_epoch}"
-            return worker_pb2.STEP_STATUS_WRONG_EPOCH, error
-        if request.scheduler_epoch < self.scheduler_epoch:
-            error = f"scheduler_epoch is {request.scheduler_epoch}, one with {self.scheduler_epoch} has taken over"
-            return worker_pb2.STEP_STATUS_FENCED, error
-        newcomer = request.scheduler_epoch > self.scheduler_epoch
-        self.scheduler_epoch = request.scheduler_epoch
-        if newcomer and self.draining:
-            return worker_pb2.STEP_STATUS_INVALID, "the worker is draining and takes no new schedulers"
-        if request.step_id or request.rows or request.following.sequence_ids or request.released_sequence_ids:
-            error = f"step_id is {request.step_id}, must be 0 without rows and released sequences on a draft worker"
-            return worker_pb2.STEP_STATUS_INVALID, error
-        return worker_pb2.STEP_STATUS_OK, ""

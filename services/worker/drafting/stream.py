@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
 
@@ -19,6 +18,8 @@ from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import reason_of
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.worker.drafting.frames import FRAMES_METADATA_KEY, FrameConnection
+from services.worker.drafting.mailbox import Mailbox
+from services.worker.drafting.messages import answers_from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -44,41 +45,32 @@ class StreamOptions:
         )
 
 
-class StreamListener(Protocol):
-    """Hears of one stream, on its thread."""
-
-    def stream_opened(self, stream: DraftStream) -> None: ...
-
-    def proposals_came(self, stream: DraftStream, proposals: draft_pb2.Proposals) -> None:
-        """Raises an exception where the stream is not to go on with a draft that sends this."""
-        ...
-
-    def stream_lost(self, stream: DraftStream) -> None: ...
-
-
 class DraftStream:
-    """Reaches the draft worker of a grant again and again, until it is closed. No call waits for the network."""
+    """Reaches the draft worker of a grant again and again, until it is closed; what comes goes into the mailbox. No
+    call waits for the network."""
 
     def __init__(
         self,
         grant: worker_pb2.DraftGrant,
+        vocabulary_size: int,
         security: ChannelSecurity,
-        listener: StreamListener,
+        mailbox: Mailbox,
         options: StreamOptions,
     ) -> None:
         self._grant = grant
+        self._vocabulary_size = vocabulary_size
         self._security = security
-        self._listener = listener
+        self._mailbox = mailbox
         self._options = options
         self._began = time.monotonic()
         self._outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
         self._call: grpc.Call | None = None
         self._frames: FrameConnection | None = None
         self._dropped = self._reason = ""
+        self._pause = options.first_backoff
+        # Set under the mailbox's lock: from then on the mailbox is another stream's.
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"draft-grant-{grant.number}", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -98,7 +90,9 @@ class DraftStream:
             self._break(f"{waiting} requests wait to be sent, must be at most {self._options.queued_requests}")
 
     def close(self) -> None:
-        self._closed.set()
+        with self._mailbox.lock:
+            self._closed.set()
+            self._mailbox.close()
         self._break("the grant holds no longer")
 
     def join(self) -> None:
@@ -111,29 +105,26 @@ class DraftStream:
             call.cancel()
 
     def _run(self) -> None:
-        pause = self._options.first_backoff
         while not self._closed.is_set():
             self._dropped = ""
-            answered = False
             try:
-                for _ in self._serve():
-                    answered = True
+                self._serve()
                 reason = "it has ended the stream"
             except Exception as error:
                 # Files that are missing, a draft that is gone, a message that is none: the next attempt may do better.
                 reason = self._dropped or reason_of(error)
-            if self._closed.is_set():
-                return
+            with self._mailbox.lock:
+                if self._closed.is_set():
+                    return
+                self._mailbox.close()
             if reason != self._reason:
                 logger.warning("the draft worker at %s does not propose: %s", self._grant.address, reason)
             self._reason = reason
-            self._listener.stream_lost(self)
-            pause = self._options.first_backoff if answered else pause
-            self._closed.wait(pause)
-            pause = min(2 * pause, self._options.longest_backoff)
+            self._closed.wait(self._pause)
+            self._pause = min(2 * self._pause, self._options.longest_backoff)
 
-    def _serve(self) -> Iterator[None]:
-        """One stream: yields after each message that the listener has taken."""
+    def _serve(self) -> None:
+        """One stream, to its end."""
         outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
         opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=self._grant)
         outgoing.put(draft_pb2.DraftRequest(opening=opening))
@@ -143,17 +134,17 @@ class DraftStream:
             frames: FrameConnection | None = None
             try:
                 self._outgoing, self._call = outgoing, call
-                if self._closed.is_set():
-                    return
                 # It comes once the draft worker has let the target in.
-                frames = self._frames = self._connection(call)
-                if call.is_active():
-                    self._reason = ""
-                    self._listener.stream_opened(self)
-                    logger.info("the draft worker at %s proposes", self._grant.address)
+                frames = self._frames = None if self._closed.is_set() else self._connection(call)
+                with self._mailbox.lock:
+                    if self._closed.is_set():
+                        return
+                    if call.is_active():
+                        self._reason = ""
+                        self._mailbox.open()
+                        logger.info("the draft worker at %s proposes", self._grant.address)
                 for proposals in call if frames is None else frames.messages():
-                    self._listener.proposals_came(self, proposals)
-                    yield
+                    self._deliver(proposals)
                 if frames is not None:
                     _raise_end_of(call, self._options.connect_timeout)
             finally:
@@ -162,6 +153,14 @@ class DraftStream:
                 outgoing.put(None)
                 if frames is not None:
                     frames.release()
+
+    def _deliver(self, proposals: draft_pb2.Proposals) -> None:
+        """Raises BadMessageError where the stream is not to go on with a draft that sends this."""
+        answers = answers_from_wire(proposals, self._vocabulary_size)
+        with self._mailbox.lock:
+            if not self._closed.is_set():
+                self._mailbox.deliver(answers, proposals.unknown_ids, proposals.refused_ids)
+        self._pause = self._options.first_backoff
 
     def _connection(self, call: grpc.Call) -> FrameConnection | None:
         """For the messages of a call, where the draft worker offers one and can be reached so."""

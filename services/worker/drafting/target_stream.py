@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.drafting.draft_kv import DraftKv
 from protos import draft_pb2
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.limits import BadMessageError
+from services.worker.drafting.limits import MAX_OPENED_TOKENS, BadMessageError
 from services.worker.drafting.messages import VerdictsOfStep
 
 _WAITING = 64
-"""Messages that wait on a stream, in both directions together, before no more are read from it."""
+"""Messages that wait on a stream, in both directions together, before no more are read from it; one that opens as many
+tokens as it may counts as that many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,24 +41,28 @@ class DraftedSequence:
 
 @dataclass(eq=False)
 class TargetStream:
-    """The event loop adds to `arrived` and takes from `answers`, and the batcher does the reverse under its own lock.
-    `sequences` are the batcher's, on the thread that computes."""
+    """Of the event loop, but for `sequences`, which are the batcher's, on the thread that computes."""
 
     target_id: str
-    arrived: deque[VerdictsOfStep] = field(default_factory=deque)
-    answers: asyncio.Queue[draft_pb2.Proposals | None] = field(default_factory=asyncio.Queue)
+    free: Callable[[TargetStream], None]
+    """Called at its end, however it comes."""
     sequences: dict[int, DraftedSequence] = field(default_factory=dict)
-    round: int = 0
+    answers: asyncio.Queue[draft_pb2.Proposals | None] = field(default_factory=asyncio.Queue)
     closed: bool = False
     refusal: BadMessageError | None = None
     frames: asyncio.StreamWriter | None = None
     """Where answers go, instead of the call of gRPC."""
+    _arrived: int = 0
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, refusal: BadMessageError | None) -> None:
-        """Nothing is answered any more; `refusal` says why, where the target is to know."""
-        self.refusal = self.refusal or refusal
-        self.answers.put_nowait(None)
+        """Nothing is taken any more, nor answered after what waits; `refusal` says why, where the target is to know.
+        Frees what the stream has even where the target reads nothing."""
+        if not self.closed:
+            self.closed, self.refusal = True, refusal
+            self.answers.put_nowait(None)
+            self._moved.set()
+            self.free(self)
 
     async def answer(self) -> draft_pb2.Proposals | None:
         """The next one; None at the end."""
@@ -65,13 +70,15 @@ class TargetStream:
         self._moved.set()
         return answer
 
-    def note_taken(self) -> None:
-        """The batcher has taken what had arrived, or takes no more."""
+    def note(self, step: VerdictsOfStep, taken: bool) -> None:
+        """It has arrived, or the batcher has taken it."""
+        weight = 1 + step.size * _WAITING // MAX_OPENED_TOKENS
+        self._arrived += -weight if taken else weight
         self._moved.set()
 
     async def room(self) -> None:
         """Waits until less waits than the limit, or the stream is closed. A target that sends without reading waits
         here."""
-        while not self.closed and len(self.arrived) + self.answers.qsize() >= _WAITING:
+        while not self.closed and self._arrived + self.answers.qsize() >= _WAITING:
             self._moved.clear()
             await self._moved.wait()

@@ -101,21 +101,17 @@ class ProposalAudit:
             self._problem(f"opens its stream to {call.address} twice")
         problem = asking.take(request)
         if problem is not None:
-            self._problem(f"request {request.round} to {call.address}: {problem}")
+            self._problem(f"a request to {call.address}: {problem}")
 
 
 class _Asking:
     """One stream of requests, and the tokens of its sequences as they tell of them."""
 
     def __init__(self) -> None:
-        self.round = 0
         self._tokens: dict[int, list[int]] = {}
 
     def take(self, request: draft_pb2.DraftRequest) -> str | None:
         """Returns what is wrong with it."""
-        if request.round <= self.round and self.round:
-            return f"comes after round {self.round}"
-        self.round = request.round
         for one in request.closed_ids:
             self._tokens.pop(one, None)
         for opening in request.sequences:
@@ -193,12 +189,12 @@ class DraftAudit:
         self._check_grant(f"proposes for {grant.target_id}", grant)
         columns = columns_of(proposals)
         if columns is None:
-            self._problem(f"answers round {proposals.round} in columns that do not fit each other")
+            self._problem("answers in columns that do not fit each other")
             return
         for sequence_id, digest, tokens in columns:
             most = asked.get((sequence_id, digest))
             if most is None:
-                if tokens and proposals.round:
+                if tokens:
                     self._problem(f"proposes {tokens} for sequence {sequence_id} behind tokens that it was never told")
             elif len(tokens) > most:
                 self._problem(f"proposes {tokens} for sequence {sequence_id}, {most} were asked for")

@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from protos import draft_pb2
 from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting.patience import Patience
 from services.worker.drafting.remote import RemoteProposer
 from services.worker.drafting.stream import StreamOptions
 from tests.support.draft_servers import Answered, PlayedSequence, ScriptedDrafter, answer_of, offer, take
@@ -129,35 +127,68 @@ def dying_of_one(request: draft_pb2.DraftRequest) -> Answered:
     yield answer_of(request)
 
 
+def offer_over_break(proposer: RemoteProposer, one: PlayedSequence) -> None:
+    """Over a stream that breaks of it."""
+    wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
+    offer(proposer, [one], 2)
+    wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
+
+
 @pytest.mark.parametrize("reading", [False, True])
-def test_sequences_over_which_two_streams_broke_are_refused(reading: bool) -> None:
+def test_sequences_over_which_two_drafts_died_are_refused(reading: bool) -> None:
     """Whether drafts die while they propose, or while they read the prompt of sequence 1."""
     deadly, other = played(1, 2)
     if reading:
         deadly = PlayedSequence(1, [1, 2, 3])
     with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
-        for _ in range(2):
-            wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
-            offer(proposer, [deadly], 2)
-            wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
+        for number in (2, 3):
+            offer_over_break(proposer, deadly)
+            # The scheduler has noticed, and gives the target another one.
+            proposer.set_grant(drafter.grant(number, after_death=True))
         refused(proposer, 1)
         wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
         offer(proposer, [deadly, other], 2)
         assert proposed(proposer, [other]) == [[1, 1]]
 
 
+@pytest.mark.parametrize("granted_anew", [False, True])
+def test_links_that_break_and_drafts_that_leave_refuse_nothing(granted_anew: bool) -> None:
+    (one,) = played(1)
+    with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
+        for number in range(2, 6):
+            offer_over_break(proposer, one)
+            if granted_anew:
+                proposer.set_grant(drafter.grant(number))
+        # One death is no two.
+        proposer.set_grant(drafter.grant(9, after_death=True))
+        drafter.script = healthy
+        assert proposed_again(proposer, [one]) == [[1, 1]]
+        assert proposer.report().refused == ()  # type: ignore[union-attr]
+
+
+def test_a_draft_that_died_after_the_stream_was_let_in_again_has_not_died_of_what_it_owed_before() -> None:
+    (one,) = played(1)
+    with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
+        for number in (2, 3, 4):
+            offer_over_break(proposer, one)
+            wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
+            proposer.set_grant(drafter.grant(number, after_death=True))
+            wait_until(lambda: proposer.connected, "the other draft lets the target in", pause=0.01)
+        assert proposer.report().refused == ()  # type: ignore[union-attr]
+
+
 def test_proposal_between_two_deaths_clears_a_sequence() -> None:
     (deadly,) = played(1)
     with ScriptedDrafter(healthy) as drafter, connected(drafter) as proposer:
-        for _ in range(3):
+        for number in (2, 3, 4):
             wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
             drafter.script = healthy
             offer(proposer, [deadly], 2)
             assert proposed(proposer, [deadly]) == [[1, 1]]
             drafter.script = dying_of_one
             deadly.commit(5)
-            offer(proposer, [deadly], 2)
-            wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
+            offer_over_break(proposer, deadly)
+            proposer.set_grant(drafter.grant(number, after_death=True))
         report = proposer.report()
         assert report is not None
         assert report.refused == ()
@@ -165,7 +196,7 @@ def test_proposal_between_two_deaths_clears_a_sequence() -> None:
 
 WRONG = {
     "token": ({"tokens": [1, VOCABULARY]}, f"tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
-    "count": ({"tokens": [1, 1, 1], "counts": [3]}, "counts holds 3 for sequence 1, must be at most 2"),
+    "count": ({"tokens": [1, 1, 1], "counts": [3]}, "tokens for sequence 1 is 3, must be at most 2"),
     "counts": ({"counts": [1]}, "tokens has 2 entries, must have 1"),
     "digests": ({"digests": []}, "digests has 0 entries, must have 1"),
     "ids": ({"sequence_ids": [1, 2]}, "digests has 1 entries, must have 2"),
@@ -233,36 +264,68 @@ def test_no_answer_hurts_a_target() -> None:
         assert proposed_again(proposer, played(11, 12)) == [[1, 1]] * 2
 
 
-def test_steps_seldom_wait_for_a_draft_that_has_hung() -> None:
+def asked_in(proposer: RemoteProposer, drafter: ScriptedDrafter, one: PlayedSequence, wait_seconds: float) -> int:
+    """Plays a step, and returns how many tokens the draft was asked for before it."""
+    one.commit(5)
+    offer(proposer, [one], 2)
+    (asked,) = drafter.requests.get(timeout=LONG).draft_lengths
+    take(proposer, [one], 2, wait_seconds)
+    report = proposer.report()
+    assert report is not None
+    assert report.asked == 1
+    assert report.connected
+    return asked
+
+
+def test_a_draft_that_is_late_three_times_is_asked_for_kv_alone_until_a_probe_after_a_hundred_steps() -> None:
     """A step that must not wait would end the test run if it did."""
-    hung = threading.Event()
+    late = [False]
     (one,) = played(1)
 
     def script(request: draft_pb2.DraftRequest) -> Answered:
-        if len(one.tokens) > 4:
-            hung.wait()
-        yield answer_of(request)
+        return iter(()) if late[0] else healthy(request)
 
-    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(hung):
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+
+        def asked_for(steps: int, wait_seconds: float) -> list[int]:
+            """How many tokens, for the proposal of each step."""
+            return [asked_in(proposer, drafter, one, wait_seconds) for _ in range(steps)]
+
         offer(proposer, [one], 2)
+        assert drafter.requests.get(timeout=LONG).draft_lengths == [2]
         # Nobody waits for the first answer for a sequence.
         take(proposer, [one], 2, FOREVER)
         assert proposed(proposer, [one]) == [[1, 1]]
         proposer.report()
-        for skipped in (0, 1, 2, 4):
-            for wait_seconds in [*[FOREVER] * skipped, 0.01]:
-                one.commit(5)
-                offer(proposer, [one], 2)
-                assert take(proposer, [one], 2, wait_seconds) == [[]]
-                report = proposer.report()
-                assert report is not None
-                assert (report.asked, report.in_time, report.connected) == (1, 0, True)
-        hung.set()
-        assert proposed(proposer, [one]) == [[1, 1]]
-        one.commit(5)
+        late[0] = True
+        assert asked_for(3, 0.01) == [2, 2, 2]
+        assert asked_for(99, FOREVER) == [0] * 99
+        # One that is still late is not asked again at once.
+        assert asked_for(1, 0.01) == [2]
+        assert asked_for(99, FOREVER) == [0] * 99
+        late[0] = False
+        assert asked_for(3, FOREVER) == [2, 2, 2]
+        late[0] = True
+        assert asked_for(4, 0.01) == [2, 2, 2, 0]
+
+
+def test_nothing_waits_for_a_sequence_that_the_draft_has_to_catch_up_with() -> None:
+    waiting = threading.Event()
+    (one,) = played(1)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if len(one.tokens) > 99:
+            waiting.wait()
+        yield answer_of(request)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer, setting(waiting):
         offer(proposer, [one], 2)
-        # It was in time, so that steps wait for it again.
-        assert take(proposer, [one], 2, FOREVER) == [[1, 1]]
+        assert proposed(proposer, [one]) == [[1, 1]]
+        one.commit(*[5] * 100)
+        offer(proposer, [one], 2)
+        assert take(proposer, [one], 2, FOREVER) == [[]]
+        waiting.set()
+        assert proposed(proposer, [one]) == [[1, 1]]
 
 
 def test_answers_that_a_lost_draft_owes_are_not_in_time() -> None:
@@ -287,21 +350,6 @@ def test_answers_that_a_lost_draft_owes_are_not_in_time() -> None:
         report = proposer.report()
         assert report is not None
         assert report.in_time == 0
-
-
-def test_patience_runs_out_by_powers_of_two() -> None:
-    patience = Patience()
-    waits = []
-    for step in range(1000):
-        if patience.left:
-            waits.append(step)
-        patience.note(False)
-    assert [later - earlier - 1 for earlier, later in pairwise(waits)] == [
-        *(1, 2, 4, 8, 16, 32),
-        *[64] * 14,
-    ]
-    patience.note(True)
-    assert patience.left
 
 
 def test_a_draft_that_reads_nothing_is_dropped_and_decoding_goes_on_plainly() -> None:
