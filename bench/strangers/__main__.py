@@ -158,6 +158,8 @@ async def measure(server: Server, seconds: float, beside_seconds: float, share: 
     answers = context.Queue()
     attackers = context.Process(target=attack, args=(server.victim, share, receipts, seconds, answers))
     attackers.start()
+    # What it takes to get ready is not of the attack, neither the time nor what the machine does in it.
+    await asyncio.to_thread(answers.get)
     say(f"attacking for {seconds:g} s")
     attacked = await _watched(server, seconds, None)
     counts = await asyncio.to_thread(answers.get)

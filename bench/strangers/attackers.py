@@ -55,10 +55,14 @@ class Attack:
     share_of_core: float
     receipts: list[str]
     answers: Counter[str] = field(default_factory=Counter)
+    _bodies: list[tuple[str, bytes]] = field(init=False)
     _http: httpx.AsyncClient = field(init=False)
     _began: float = field(init=False)
     _used: float = field(init=False)
     """CPU seconds of the process when the attack began."""
+
+    def __post_init__(self) -> None:
+        self._bodies = list(_large_bodies(self.victim.model))
 
     async def run(self) -> None:
         self._began, self._used = time.monotonic(), time.process_time()
@@ -162,7 +166,7 @@ class Attack:
         await self._for_ever("slow bodies", once)
 
     async def _large_bodies(self) -> None:
-        bodies = itertools.cycle(list(_large_bodies(self.victim.model)))
+        bodies = itertools.cycle(self._bodies)
 
         async def once() -> str:
             path, body = next(bodies)
@@ -214,8 +218,10 @@ class Attack:
 def attack(
     victim: Victim, share: float, receipts: list[str], seconds: float, answers: multiprocessing.Queue[Any]
 ) -> None:
-    """Runs for that long, in a process of its own, and puts the counts of answers into the queue."""
+    """In a process of its own: puts None into the queue when it begins, runs for that long, and puts the counts of
+    answers there."""
     attacking = Attack(victim, share, receipts)
+    answers.put(None)
 
     async def run() -> None:
         with contextlib.suppress(TimeoutError):
