@@ -8,7 +8,7 @@ from enum import Enum
 
 from scheduler.key_class import KeyClass
 
-MOST_RUNNING = 256
+MAX_RUNNING = 256
 # A pass then has room for the next token of each sequence and three of a draft.
 _TOKENS_OF_EACH = 4
 
@@ -87,5 +87,5 @@ class SchedulerConfig:
                 raise ValueError(f"keys[{place}] has the name {name!r}, must differ from keys[{names.index(name)}]")
 
     def running_on(self, max_num_batched_tokens: int) -> int:
-        """Sequences that may run for each target whose passes take so many tokens."""
-        return self.max_running or min(MOST_RUNNING, max(1, max_num_batched_tokens // _TOKENS_OF_EACH))
+        """Sequences that may run for each target whose passes take at most this number of tokens."""
+        return self.max_running or min(MAX_RUNNING, max(1, max_num_batched_tokens // _TOKENS_OF_EACH))

@@ -79,7 +79,7 @@ class SchedulerCore:
                 if sequence is not None:
                     self._lifecycle.finish(sequence, FinishReason.CANCELLED)
             case WorkerJoined():
-                self._lose(WorkerLost(event.worker.worker_id, "it came anew"), now)
+                self._lose(WorkerLost(event.worker.worker_id, "it started again"), now)
                 self._join(event.worker, now)
             case WorkerLost():
                 self._lose(event, now)
@@ -264,7 +264,7 @@ def _target_snapshot(target: TargetWorker) -> WorkerSnapshot:
 
 
 def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:
-    """None where nothing was chosen yet."""
+    """None until a draft length was chosen."""
     choice, model = target.figures.choice, target.figures.acceptance
     if choice is None or model is None:
         return None

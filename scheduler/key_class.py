@@ -36,7 +36,7 @@ class KeyClass:
                 raise ValueError(f"{field} of key {self.name!r} is {value!r}, must be None or at least 1")
 
     def part_of(self, cells: int) -> KeyClass:
-        """What it may have of each of so many cells: an equal part of each limit, rounded up."""
+        """The key's class in each of several cells: an equal part of each limit, rounded up."""
 
         def part(limit: int | None) -> int | None:
             return None if limit is None else math.ceil(limit / cells)

@@ -212,7 +212,7 @@ class WorkerDraining:
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """The answer to a `MoveKv`: `moved` or failed, after so many seconds. `size` counts the bytes of KV."""
+    """The answer to a `MoveKv`: whether the KV was `moved`, in `seconds`. `size` is in bytes."""
 
     move_id: int
     moved: bool
@@ -254,7 +254,7 @@ Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | Work
 
 
 MAX_SCORED_TOKENS = 256
-"""Tokens of a prompt that a row can ask log probabilities of: a target has memory for so many logits."""
+"""Prompt tokens whose log probabilities a row can ask for: a target has no memory for more logits."""
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ from scheduler.messages import Role, SequenceState
 
 @dataclass(slots=True)
 class MoveStatistics:
-    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and
-    `seconds` of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
+    """Sequences that left a draining target, since the start. `moves` is the number of those that took their KV along,
+    which had `positions` and `bytes` in all and took `seconds`; `failed` counts moves that failed, and `rehomed`
+    sequences that left their KV behind because computing it was faster."""
 
     moves: int = 0
     positions: int = 0

@@ -16,7 +16,7 @@ from deploy.config.observation import LoggingSettings, MetricsSettings, TracingS
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import Section, described
 from engine.settings import EngineSettings
-from scheduler.config import MOST_RUNNING, KvMovement, Policy, SchedulerConfig
+from scheduler.config import MAX_RUNNING, KvMovement, Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 
@@ -43,7 +43,7 @@ class SchedulingSection(Section):
     max_running: Annotated[int | None, typer.Option("--max-running", "--max-num-seqs")] = described(
         None,
         "Sequences worked on at a time, for each target. Unset: a quarter of its `max_num_batched_tokens`, at most "
-        f"{MOST_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",
+        f"{MAX_RUNNING}; with `batch_size`, four batches or {_FEWEST_RUNNING}.",
         ge=1,
     )
     draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", ge=0, le=64)
@@ -89,7 +89,7 @@ class SchedulingSection(Section):
         running = self.max_running
         if running is None and self.batch_size is not None:
             running = max(_FEWEST_RUNNING, 4 * self.batch_size)
-        rows = MOST_RUNNING if running is None else running
+        rows = MAX_RUNNING if running is None else running
         if policy in (Policy.EQSPEC, Policy.EXSPEC):
             rows = min(_EQUAL_ROWS, rows)
         return SchedulerConfig(

@@ -57,10 +57,10 @@ class TargetPlanner:
     def _plan_group(self, target: TargetWorker, step_id: int) -> SendStep | None:
         batch_size = self._config.batch_size
         can_prefill = bool(target.prefilling) and target.can_prefill()
-        leaving, available = self._leaving(target), target.idle
-        if leaving:
-            available = {one: each for one, each in available.items() if one not in leaving}
-        followers = [] if leaving else self._followers(target)
+        victims, available = self._victims(target), target.idle
+        if victims:
+            available = {one: each for one, each in available.items() if one not in victims}
+        followers = [] if victims else self._followers(target)
         if not (available or target.prefilling or followers):
             return None
         verifying = 0 if followers else target.verifying  # whoever does not follow ends
@@ -76,7 +76,7 @@ class TargetPlanner:
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            staying = [one for number, one in target.prefilling.items() if number not in leaving]
+            staying = [one for number, one in target.prefilling.items() if number not in victims]
             # Of the keys, those first that were served least for their weight; of equal ones, who began first.
             next_ones = sorted(staying, key=lambda sequence: sequence.account.served)[:most]
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
@@ -88,10 +88,12 @@ class TargetPlanner:
             return None
         return target.send(step_id, rows, work, forced, _wait_seconds(target, rows) if work.proposed else 0.0)
 
-    def _leaving(self, target: TargetWorker) -> set[int]:
-        """Sequences that leave the target for a waiting one, once no row of them is in flight."""
-        way = self._lifecycle.way
-        return {one.sequence_id for one in way.leaving} if way is not None and way.target is target else set()
+    def _victims(self, target: TargetWorker) -> set[int]:
+        """Sequences that are preempted for a waiting one, once no row of them is in flight."""
+        preemption = self._lifecycle.preemption
+        if preemption is None or preemption.target is not target:
+            return set()
+        return {one.sequence_id for one in preemption.victims}
 
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step

@@ -11,8 +11,8 @@ from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 
-_MOST_LOAD = 1.25
-"""KV that is there already spares a part of the prompt once; every token of the answer takes longer beside others."""
+_MAX_LOAD_RATIO = 1.25
+"""A known prefix saves work once, for the prompt; a crowded target slows every token of the answer."""
 
 
 class Fleet:
@@ -31,7 +31,7 @@ class Fleet:
         self.accepting = 0
         """Targets that take new sequences: those that do not drain."""
         self.max_running = 0
-        """How many sequences may run: so many for each target that takes any."""
+        """Sequences that may run on all targets that take new ones."""
         self.largest_capacity = 0
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
 
@@ -93,14 +93,14 @@ class Fleet:
 
 
 def _closest(targets: list[TargetWorker], scope: bytes, tokens: DigestedTokens) -> TargetWorker | None:
-    """The target that has had the longest beginning of these tokens, of those that would then have at most
-    `_MOST_LOAD` times as many sequences as they have on average, or as few as any; among equals the one with the fewest
+    """The target that has had the longest prefix of these tokens, of those that would then have at most
+    `_MAX_LOAD_RATIO` times the mean number of sequences, or as few as any; among equals the one with the fewest
     sequences (consistent hashing with bounded loads, arXiv 1608.01350, with a memory in place of the hash).
     """
     if len(targets) < 2:
         return targets[0] if targets else None
     counts = [len(target.sequences) for target in targets]
-    most = max(min(counts), int(_MOST_LOAD * (1 + sum(counts)) / len(targets)) - 1)
+    most = max(min(counts), int(_MAX_LOAD_RATIO * (1 + sum(counts)) / len(targets)) - 1)
     return max(
         (target for target, count in zip(targets, counts, strict=True) if count <= most),
         key=lambda target: (target.prefixes.longest(scope, tokens), -len(target.sequences)),

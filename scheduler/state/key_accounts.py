@@ -8,7 +8,7 @@ from itertools import chain
 
 from scheduler.key_class import NOBODY, KeyClass
 
-_MOST_IDLE = 256
+_MAX_IDLE = 256
 
 
 class KeyAccount:
@@ -56,16 +56,16 @@ class KeyAccount:
         self.claimed += missing
 
     def claim_prompt(self, tokens: int) -> None:
-        """A sequence was admitted, with so many tokens of prompt to compute; fewer than 0: it has left before that."""
+        """A sequence with `tokens` of prompt to compute was admitted; below 0: it left before they were computed."""
         self.claimed += tokens / self.key.weight
 
     def serve_prompt(self, tokens: int) -> None:
-        """So many tokens of a prompt were computed."""
+        """Tokens of a prompt were computed."""
         self.prompt_tokens += tokens
         self.served += tokens / self.key.weight
 
     def serve_output(self, tokens: int, now: float) -> None:
-        """So many tokens of output were committed."""
+        """Tokens of output were committed."""
         self.output_tokens += tokens
         share = tokens / self.key.weight
         self.served += share
@@ -93,7 +93,7 @@ class KeyAccount:
 class KeyAccounts:
     """The accounts of all configured keys, and one of weight 1 for each other name that has live sequences.
 
-    Of other names, at most `_MOST_IDLE` accounts without sequences are kept, so that names which clients or gateways
+    Of other names, at most `_MAX_IDLE` accounts without sequences are kept, so that names which clients or gateways
     make up cannot make the tables grow. What dropped accounts were served is counted for `NOBODY`.
     """
 
@@ -108,7 +108,7 @@ class KeyAccounts:
     def of(self, name: str) -> KeyAccount:
         account = self._configured.get(name) or self._others.get(name)
         if account is None:
-            if len(self._others) >= 2 * _MOST_IDLE:
+            if len(self._others) >= 2 * _MAX_IDLE:
                 self._drop_idle()
             account = self._others[name] = KeyAccount(NOBODY)
         return account
@@ -121,7 +121,7 @@ class KeyAccounts:
         return [total, *self._configured.values()]
 
     def _drop_idle(self) -> None:
-        """Forgets the accounts without sequences that were made first, all but `_MOST_IDLE` of them."""
+        """Forgets the accounts without sequences that were made first, all but `_MAX_IDLE` of them."""
         idle = [name for name, one in self._others.items() if not (one.waiting or one.running)]
-        for name in idle[: max(0, len(idle) - _MOST_IDLE)]:
+        for name in idle[: max(0, len(idle) - _MAX_IDLE)]:
             self._dropped.count(self._others.pop(name))

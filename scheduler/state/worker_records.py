@@ -41,7 +41,7 @@ class Work:
     longest: int = 0
 
     def add(self, verify: int, kv: int) -> None:
-        """A row that decodes a token and verifies up to so many, after so many tokens of KV."""
+        """A row that decodes a token, verifies up to `verify` proposed ones, and reads `kv` tokens of KV."""
         self.decoded += 1
         self.kv += kv
         if verify:

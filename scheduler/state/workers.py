@@ -59,7 +59,7 @@ class Sequence:
 
     # One round.
     verify: int = 0
-    """Proposed tokens that the next row may verify: so many were asked for with the row before."""
+    """Proposed tokens that the next row may verify: as many as the row before asked for."""
     due: float = 0.0
     """From which of the target's groups on an IDLE sequence must not be passed over any more."""
 
@@ -191,7 +191,7 @@ class TargetWorker:
         """The latest row of each sequence that has one in flight."""
         self.outstanding: dict[int, Step] = {}
         self.lone_step: int | None = None
-        """The last step with a suspect's row, beside which none may be in flight."""
+        """The last step with a suspect's row, during which no other row may be in flight."""
         self.lone_step_was_last = False
 
         self.sequences: dict[int, Sequence] = {}
@@ -208,7 +208,7 @@ class TargetWorker:
     # --- KV and pages -------------------------------------------------------------------------------------------------
 
     def reserve(self, entry: KvEntry, positions: int) -> bool:
-        """Grows the entry's pages to hold `positions`, if so many are free; else changes nothing: False."""
+        """Grows the entry's pages to hold `positions` and returns True, or returns False if too few pages are free."""
         if positions <= entry.room:
             return True
         missing = self.pages_for(positions) - entry.pages
@@ -220,8 +220,8 @@ class TargetWorker:
         return True
 
     def has_room(self, positions: int, leaving: int = 0, pages: int = 0) -> bool:
-        """Once so many sequences with so many `pages` have left. Some pages are kept back from newcomers, for the
-        sequences here to grow into."""
+        """Whether a newcomer fits once `leaving` sequences with their `pages` have left. Some pages are kept back from
+        newcomers, for the sequences here to grow into."""
         spare = -(-(len(self.sequences) - leaving) // 4)
         return positions <= self.capacity and self.pages_for(positions) + spare <= self.free_pages + pages
 

@@ -1,8 +1,8 @@
 """Which draft worker serves which target.
 
-A target asks one draft worker for proposals, and may do so while it has a grant for it, which comes with each of its
-steps. It can do without at any time: so nothing here waits for an answer, and a draft that is slow, gone or cut off
-costs speed until the target gets another one.
+Each step of a target carries a grant, which lets the target ask one draft worker for proposals. A target can go on
+without proposals at any time, so nothing here waits for an answer: a draft that is slow, gone or cut off costs speed
+until the target gets another one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from scheduler.state.fleet import Fleet
 from scheduler.state.workers import DraftWorker, TargetWorker
 
 _LATE_STEPS = 3
-"""A draft is late when in so many steps in a row fewer than half of the proposals came in time."""
+"""A target complains when fewer than half of its proposals came in time, in this many steps in a row."""
 _SECONDS_BETWEEN = 5.0
 """A target gets another draft for being served badly, or for the balance, at most so often: a new one must read the
 prompts first."""
 _SECONDS_UNTIL_BALANCED = 60.0
 """After so long a draft that targets have left gets some again, as it may have recovered."""
 _WORST_BALANCE = 2
-"""Targets change their drafts when one draft has more than so many times the load of another one."""
+"""Targets change their drafts when the busiest draft has more than this many times the load of the idlest."""
 
 
 class Assignment:
@@ -75,7 +75,7 @@ class Assignment:
             self._balance(now, granted_before=now - _SECONDS_BETWEEN)
 
     def died(self, draft: DraftWorker) -> None:
-        """Its targets are to know, since what they have asked for may be the reason."""
+        """Tells its targets with their next grants, since a request of theirs may be the reason."""
         for target in draft.targets.values():
             target.draft_died = True
 

@@ -3,8 +3,8 @@
 A row can kill its worker, make it hang, or make its whole step fail. The row would do so again wherever it is sent, and
 a sequence that came back to the queue without a mark could take every worker with it. So a loss makes suspects of all
 sequences that had a row in flight there. A suspect's rows are alone in their steps (`TargetPlanner`): whoever is on a
-second target that is lost is the culprit, and fails. Those that were merely beside it make progress and are cleared;
-with each suspicion a sequence has to come twice as far for that. The mark goes with a sequence to other schedulers
+second target that is lost is the culprit, and fails. The others make progress and are cleared; with each suspicion a
+sequence has to come twice as far for that. The mark goes with a sequence to other schedulers
 (`SuspectSequence`): else it could take the targets of one cell after the other.
 """
 
@@ -16,7 +16,7 @@ from scheduler.messages import Command, SuspectSequence, Suspicion
 from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
-_MOST_DOUBLINGS = 20
+_MAX_DOUBLINGS = 20
 """More tokens than any output has."""
 
 
@@ -41,7 +41,7 @@ def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lif
 def suspect(sequence: Sequence, emit: Callable[[Command], None]) -> None:
     """Marks a sequence that waits, or whose state is about to change: its target's indexes follow then."""
     sequence.suspected = True
-    tokens = 1 << min(sequence.suspicions, _MOST_DOUBLINGS)
+    tokens = 1 << min(sequence.suspicions, _MAX_DOUBLINGS)
     sequence.suspected_until = sequence.length + tokens
     sequence.suspicions += 1
     emit(SuspectSequence(sequence.sequence_id, Suspicion(sequence.suspicions, tokens)))

@@ -30,7 +30,7 @@ from scheduler.state.workers import (
 )
 from scheduler.statistics import Counters
 from scheduler.transitions.assignment import Assignment
-from scheduler.transitions.making_way import Way, find_way
+from scheduler.transitions.fair_preemption import Preemption, find_preemption
 
 MAX_MOVES_PER_TARGET = 4
 """Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""
@@ -51,8 +51,8 @@ class Lifecycle:
         self._moves: dict[int, KvMove] = {}
         """Those that were not answered yet."""
         self._last_move_id = 0
-        self.way: Way | None = None
-        """That of the sequence which waits first, while rows of those that leave are in flight: they get no others."""
+        self.preemption: Preemption | None = None
+        """For the sequence that waits first, while rows of its victims are in flight: they get no others."""
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ class Lifecycle:
 
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
-        live, admitted, before = self.live, False, self.way
-        self.way = None
+        live, admitted, before = self.live, False, self.preemption
+        self.preemption = None
         while live.waiting and (sequence := live.waiting.first()) is not None:
             if self.fleet.accepting and (misfit := self.misfit(sequence)) is not None:
                 self.fail(sequence, misfit)
@@ -102,16 +102,16 @@ class Lifecycle:
         return admitted
 
     def _take_place(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        """The target for a waiting sequence; those of a key that runs more may make way for it. None: it waits."""
+        """The target for a waiting sequence; others of a key that runs more may be preempted for it. None: it waits."""
         fleet, target = self.fleet, None
         if len(self.live.running) < fleet.max_running:
             target = fleet.pick_target(sequence, positions)
         if target is None:
-            way = find_way(sequence, positions, self.live, fleet)
-            if way is not None and way.busy:
-                self.way = way
-            elif way is not None:
-                for other in way.leaving:
+            preemption = find_preemption(sequence, positions, self.live, fleet)
+            if preemption is not None and preemption.busy:
+                self.preemption = preemption
+            elif preemption is not None:
+                for other in preemption.victims:
                     self.preempt(other)
                 target = fleet.pick_target(sequence, positions)
         return target

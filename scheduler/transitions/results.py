@@ -172,7 +172,7 @@ class Rounds:
 
 
 def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:
-    """The target has computed so many committed tokens. What it computes a second time is no further service."""
+    """The target has computed the first `computed` committed tokens. Computing a token again is no further service."""
     prompt = len(sequence.request.prompt)
     before = prompt - sequence.prompt_left
     tokens = min(prompt, computed) - before
