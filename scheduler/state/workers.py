@@ -34,7 +34,6 @@ _NOTHING_TO_SCORE = sys.maxsize
 """A position behind all others."""
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
     """All that the core knows of a live sequence.
 
@@ -43,55 +42,41 @@ class Sequence:
     tokens that it may get.
     """
 
-    request: SequenceRequest
-    order: int
-    account: KeyAccount
-    sequence_id: int = field(init=False)
-    rank: tuple[int, int] = field(init=False)
-    tokens: DigestedTokens = field(init=False)
-    length: int = field(init=False)
-    end: int = field(init=False)
-    state: SequenceState = WAITING
-    """Only `change_state`, the planner and `Lifecycle` change it, since the target's indexes must follow."""
-    target: TargetWorker | None = None
-    kv_move: KvMove | None = None
-    """Set while the KV moves to another target, where the sequence is placed as well then."""
-
-    # One round.
-    verify: int = 0
-    """Proposed tokens that the next row may verify: as many as the row before asked for."""
-    due: float = 0.0
-    """From which of the target's groups on an IDLE sequence must not be passed over any more."""
-
-    # What the first output tells of the prompt.
-    prompt_left: int = field(init=False)
-    """Tokens of the prompt that no target has computed yet: those are served only once."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    score_from: int = _NOTHING_TO_SCORE
-    """Logits are still wanted from this position on, so that a target's KV counts as valid up to there at most."""
-    cached: int = 0
-
-    # Failures, and blame (scheduler/transitions/blame.py).
-    target_failures: int = 0
-    drafting_refused: bool = False
-    """Drafts were lost with the sequence, and are not asked for it any more."""
-    suspected: bool = False
-    """The sequence had a row on a target that was lost. Its rows are alone in their steps."""
-    suspected_until: int = 0
-    """A suspect is cleared when its length reaches this."""
-    suspicions: int = 0
-
-    def __post_init__(self) -> None:
-        request = self.request
-        self.sequence_id, self.rank = request.sequence_id, (request.priority, self.order)
+    def __init__(self, request: SequenceRequest, order: int, account: KeyAccount) -> None:
+        self.request, self.order, self.account = request, order, account
+        self.sequence_id, self.rank = request.sequence_id, (request.priority, order)
         self.tokens = DigestedTokens(request.prompt)
         self.tokens.extend(request.committed_output)
-        self.length, self.prompt_left = len(self.tokens), len(request.prompt)
-        self.end = len(request.prompt) + request.max_tokens
-        if request.prompt_logprobs is not None and not request.committed_output and len(request.prompt) > 1:
-            self.score_from = 0
+        self.length, self.end = len(self.tokens), len(request.prompt) + request.max_tokens
+        self.state = WAITING
+        """Only `change_state`, the planner and `Lifecycle` change it, since the target's indexes must follow."""
+        self.target: TargetWorker | None = None
+        self.kv_move: KvMove | None = None
+        """Set while the KV moves to another target, where the sequence is placed as well then."""
+
+        # One round.
+        self.verify = 0
+        """Proposed tokens that the next row may verify: as many as the row before asked for."""
+        self.due = 0.0
+        """From which of the target's groups on an IDLE sequence must not be passed over any more."""
+
+        # What the first output tells of the prompt.
+        self.prompt_left = len(request.prompt)
+        """Tokens of the prompt that no target has computed yet: those are served only once."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        scored = request.prompt_logprobs is not None and not request.committed_output and len(request.prompt) > 1
+        self.score_from = 0 if scored else _NOTHING_TO_SCORE
+        """Logits are still wanted from this position on, so that a target's KV counts as valid up to there at most."""
+        self.cached = 0
+
+        # Failures, and blame (scheduler/transitions/blame.py).
+        self.target_failures = 0
+        self.drafting_refused = False
+        """Drafts were lost with the sequence, and are not asked for it any more."""
         self.suspected, self.suspicions = request.suspicion.tokens > 0, request.suspicion.count
+        """The sequence had a row on a target that was lost. Its rows are alone in their steps."""
         self.suspected_until = self.length + request.suspicion.tokens
+        """A suspect is cleared when its length reaches this."""
 
     @property
     def precedence(self) -> tuple[float, int, int]:
