@@ -16,10 +16,11 @@ from engine.steps import VerifyRow
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.batching import verify_steps
+from scheduler.config import Policy
 from scheduler.messages import EmitTokens, SequenceRequest
 from scheduler.page_counts import PageCounts
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.live_set import WaitingQueue
+from scheduler.state.live_set import LiveSet, WaitingQueue
 from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.transitions.assignment import Assignment
 from services.scheduler import session
@@ -207,6 +208,30 @@ def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
     patch.setattr(TargetWorker, "can_follow", can_follow)
 
 
+def policies_wait_for_a_second_sequence(patch: Patch) -> None:
+    pick = verify_steps.pick
+
+    def waiting(policy: Policy, idle: dict[int, Sequence], *others: Any, **more: Any) -> tuple[list[Sequence], bool]:
+        return pick(policy, idle, *others, **more) if len(idle) > 1 else ([], False)
+
+    patch.setattr(verify_steps, "pick", waiting)
+
+
+def pages_are_freed_twice(patch: Patch) -> None:
+    evict = TargetWorker.evict
+
+    def generous(self: TargetWorker, sequence: Sequence) -> None:
+        pages = self.kv[sequence.sequence_id].pages
+        evict(self, sequence)
+        self.free_pages += pages
+
+    patch.setattr(TargetWorker, "evict", generous)
+
+
+def runs_of_keys_are_not_counted(patch: Patch) -> None:
+    patch.setattr(LiveSet, "_count_running", lambda self, sequence, by: None)
+
+
 def failure_of(seed: int, kinds: tuple[str, ...]) -> str | None:
     try:
         run_schedule(seed, kinds=kinds)
@@ -253,6 +278,9 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (rows_follow_others_that_are_not_answered, 0, (), "audit: .*follows"),
         (priority_is_ignored, 5, (), "comes first"),
         (keys_have_no_part_of_the_queue, 154, (), "and none of that key waits"),
+        (policies_wait_for_a_second_sequence, 0, (), "has no step, and a sequence|has heard nothing from"),
+        (pages_are_freed_twice, 0, (), "pages are miscounted|has too few pages reserved"),
+        (runs_of_keys_are_not_counted, 0, (), "sequences of keys are miscounted"),
     ],
 )
 def test_planted_bug_is_found(
