@@ -59,8 +59,8 @@ class Assignment:
                 break
             self._grant(min(movable, key=lambda target: abs(gap - 2 * _weight(target))), idlest, now)
 
-    def heard(self, target: TargetWorker, grant: DraftGrant | None, report: DraftingReport, now: float) -> None:
-        """How the draft of this grant served the target in one step."""
+    def take_report(self, target: TargetWorker, grant: DraftGrant | None, report: DraftingReport, now: float) -> None:
+        """Takes in how the draft of this grant served the target in one step."""
         if grant is None or grant is not target.grant:
             return
         if report.asked > 0:

@@ -60,7 +60,7 @@ class Lifecycle:
         """The target is up to date: the sequence waits for a verify group, to verify up to `proposed` tokens in it. A
         sequence whose target drains moves to another target first, if one has room."""
         target = sequence.target
-        if target is None or (target.draining and self.leave_target(sequence)):
+        if target is None or (target.draining and self.relocate(sequence)):
             return
         longest = self.controller.longest(sequence)
         sequence.verify = proposed if proposed < longest else longest
@@ -129,8 +129,8 @@ class Lifecycle:
         prompt, most = len(sequence.request.prompt), sequence.request.max_tokens
         return f"prompt of {prompt} and max_tokens of {most} need {need} positions, the limit is {limit}"
 
-    def leave_target(self, sequence: Sequence) -> bool:
-        """Takes the sequence off a draining target, with its KV where that is sooner. False: it stays.
+    def relocate(self, sequence: Sequence) -> bool:
+        """Moves the sequence from a draining target to another one, with its KV where that is faster. False: it stays.
 
         No row of the sequence may be in flight on its target.
         """
@@ -144,8 +144,8 @@ class Lifecycle:
         valid = source.kv[sequence.sequence_id].valid
         moving, computing = self.controller.relocation_seconds(source, destination, valid)
         movement = self.config.kv_movement
-        sooner = moving < computing if movement is KvMovement.AUTO else movement is KvMovement.ALWAYS
-        if not (valid > 0 and sooner):
+        faster = moving < computing if movement is KvMovement.AUTO else movement is KvMovement.ALWAYS
+        if not (valid > 0 and faster):
             self.counters.moves.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
@@ -222,7 +222,7 @@ class Lifecycle:
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight
             if sequence.state is PREFILLING and untouched:
-                self.leave_target(sequence)
+                self.relocate(sequence)
 
     def lose_target(self, target: TargetWorker) -> None:
         """The target is gone: its sequences return to the queue with their tokens, and moves to it end."""
@@ -240,11 +240,11 @@ class Lifecycle:
 
     def return_to_queue(self, sequence: Sequence) -> None:
         """Takes a sequence off its target. It keeps its tokens, and gets its old place in the queue back."""
-        self._leave_target(sequence, WAITING)
+        self._unplace(sequence, WAITING)
         self.live.waiting.push(sequence)
 
-    def _leave_target(self, sequence: Sequence, state: SequenceState) -> None:
-        """What no longer runs is placed nowhere."""
+    def _unplace(self, sequence: Sequence, state: SequenceState) -> None:
+        """The sequence runs no more, so it has no target and no pages."""
         move, target = sequence.kv_move, sequence.target
         if move is not None:
             move.destination.evict(sequence)
@@ -270,5 +270,5 @@ class Lifecycle:
             self.live.waiting.remove(sequence)
             sequence.state = ENDED
         else:
-            self._leave_target(sequence, ENDED)
+            self._unplace(sequence, ENDED)
         del self.live.sequences[sequence.sequence_id]

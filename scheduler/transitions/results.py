@@ -40,7 +40,7 @@ class Rounds:
                 self._apply_row(target, target.sequences[row.sequence_id], row, result, together, now)
         self._count_group()
         if event.drafting is not None:
-            self._heard(target, step, event.drafting, now)
+            self._take_report(target, step, event.drafting, now)
 
     def _learn_costs(self, target: TargetWorker, step: Step, event: StepCompleted) -> None:
         work, verified = step.work, 0
@@ -65,13 +65,13 @@ class Rounds:
                 counters.ragged_rows += len(shapes)
         shapes.clear()
 
-    def _heard(self, target: TargetWorker, step: Step, report: DraftingReport, now: float) -> None:
+    def _take_report(self, target: TargetWorker, step: Step, report: DraftingReport, now: float) -> None:
         for sequence_id in report.refused:
             if (sequence := target.sequences.get(sequence_id)) is not None:
                 sequence.drafting_refused = True
         if step.grant is target.grant:
             self._controller.served(target, report)
-        self._lifecycle.assignment.heard(target, step.grant, report, now)
+        self._lifecycle.assignment.take_report(target, step.grant, report, now)
 
     def _apply_row(
         self, target: TargetWorker, sequence: Sequence, row: Row, result: RowResult, together: bool, now: float
