@@ -1,9 +1,8 @@
-"""Which beginnings of sequences a worker has had lately, and so is likely to have KV of."""
+"""Which prefixes of sequences a worker has had lately, and so is likely to have KV of."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from scheduler.state.digests import DigestedTokens
 
@@ -18,14 +17,18 @@ class KnownPrefixes:
         self._page_size = page_size
         self._free = total_pages
         self._pages: OrderedDict[tuple[bytes, int], int] = OrderedDict()
-        """The pages beyond those of the next shorter beginning."""
+        """Of each prefix, its pages beyond those of the next shorter one."""
 
     def add(self, scope: bytes, tokens: DigestedTokens) -> None:
-        # The shortest last: it is the beginning of most others.
-        for pages in reversed(list(self._counts(tokens))):
-            key = scope, tokens.digest(pages * self._page_size)
+        lengths, positions = list[int](), self._page_size
+        while positions <= len(tokens):
+            lengths.append(positions)
+            positions *= 2
+        # The shortest last: most others begin with it.
+        for positions in reversed(lengths):
+            key = scope, tokens.digest(positions)
             if key not in self._pages:
-                self._pages[key] = max(1, pages // 2)
+                self._pages[key] = max(1, positions // self._page_size // 2)
                 self._free -= self._pages[key]
             self._pages.move_to_end(key)
         while self._free < 0:
@@ -33,15 +36,9 @@ class KnownPrefixes:
             self._free += pages
 
     def longest(self, scope: bytes, tokens: DigestedTokens) -> int:
-        """Tokens of the longest beginning that is known; the whole common one may be up to twice as long."""
+        """Tokens of the longest prefix that is known; the whole common one may be up to twice as long."""
         # A plain loop: for each newcomer, this is asked of every worker.
         found, positions, length = 0, self._page_size, len(tokens)
         while positions <= length and (scope, tokens.digest(positions)) in self._pages:
             found, positions = positions, 2 * positions
         return found
-
-    def _counts(self, tokens: DigestedTokens) -> Iterator[int]:
-        pages = 1
-        while pages * self._page_size <= len(tokens):
-            yield pages
-            pages *= 2
