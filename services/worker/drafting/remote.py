@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.drafting.proposer import Asked
 from engine.drafting.sequence import SequenceDrafting
@@ -14,6 +15,18 @@ from services.rpc.conversion import to_wire
 from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_OPENED_TOKENS, MAX_SEQUENCES
 from services.worker.drafting.mailbox import Mailbox, RemoteSequence
 from services.worker.drafting.stream import DraftStream, StreamOptions
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A place in the columns of a request; `tokens` and `opening` are what the draft has not heard yet."""
+
+    sequence_id: int
+    length: int
+    digest: int
+    tokens: Sequence[int]
+    draft_length: int
+    opening: draft_pb2.DraftSequence | None = None
 
 
 class RemoteProposer:
@@ -67,14 +80,27 @@ class RemoteProposer:
         return self._mailbox.take(asked, wait_seconds)
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
-        stream, request = self._stream, draft_pb2.DraftRequest(closed_ids=self._closed_ids)
+        stream, room = self._stream, MAX_OPENED_TOKENS
+        asked: list[_Asked] = []
         with self._mailbox.lock:
             if stream is None or not self._mailbox.connected:
                 return
-            room = MAX_OPENED_TOKENS
             for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
-                room -= self._ask(request, row, outcome.tokens[-1:], digest, room)
-        if request.sequence_ids or request.closed_ids:
+                one = self._ask(row, outcome.tokens[-1:], digest, room)
+                if one is not None:
+                    asked.append(one)
+                    room -= one.length if one.opening is not None else 0
+        if asked or self._closed_ids:
+            request = draft_pb2.DraftRequest(
+                closed_ids=self._closed_ids,
+                sequences=[one.opening for one in asked if one.opening is not None],
+                sequence_ids=[one.sequence_id for one in asked],
+                lengths=[one.length for one in asked],
+                digests=[one.digest for one in asked],
+                counts=[len(one.tokens) for one in asked],
+                tokens=[token for one in asked for token in one.tokens],
+                draft_lengths=[one.draft_length for one in asked],
+            )
             self._closed_ids = []
             stream.send(request)
 
@@ -90,22 +116,19 @@ class RemoteProposer:
             return None
         return self._mailbox.report(self._mailbox.connected or not stream.failed)
 
-    def _ask(
-        self, request: draft_pb2.DraftRequest, row: VerifyRow, sampled: Sequence[int], digest: int, room: int
-    ) -> int:
-        """Adds to the request what the draft is to hear of a row, if anything. At most `room` tokens are opened, unless
-        they are the first ones; returns how many."""
+    def _ask(self, row: VerifyRow, sampled: Sequence[int], digest: int, room: int) -> _Asked | None:
+        """What the draft is to hear of a row; None: nothing. At most `room` tokens are opened, but for a first one."""
         sequence_id = row.drafting.sequence_id
         known = self._mailbox.sequences.get(sequence_id)
         if not row.draft_length or (known is None and len(self._mailbox.sequences) >= MAX_SEQUENCES):
-            return 0
+            return None
         one = known or RemoteSequence()
         length, sent = len(row.history) + len(sampled), one.sent
         if one.refused or (not sent and room < min(length, MAX_OPENED_TOKENS)):
-            return 0
+            return None
         self._mailbox.sequences[sequence_id] = one
         wanted = min(row.draft_length, MAX_DRAFT_LENGTH) if sampled and self._mailbox.patience.left else 0
-        new = [*row.history[min(sent, length - 1) :], *sampled] if sent else []
+        asked = _Asked(sequence_id, length, digest, (), wanted)
         if not sent:
             parameters = to_wire(
                 worker_pb2.SequenceParameters,
@@ -114,16 +137,11 @@ class RemoteProposer:
                 cache_scope=row.drafting.cache_scope,
                 committed_tokens=[*row.history, *sampled],
             )
-            request.sequences.add(sequence_id=sequence_id, parameters=parameters)
-        elif len(new) > MAX_DRAFT_LENGTH + 1:
-            # More than a round commits: the draft must catch up first.
-            one.met = False
-        request.sequence_ids.append(sequence_id)
-        request.lengths.append(length)
-        request.digests.append(digest)
-        request.counts.append(len(new))
-        request.tokens.extend(new)
-        request.draft_lengths.append(wanted)
+            asked.opening = draft_pb2.DraftSequence(sequence_id=sequence_id, parameters=parameters)
+        else:
+            asked.tokens = [*row.history[min(sent, length - 1) :], *sampled]
+            # With more to read than a round commits, the draft must catch up first.
+            one.met = one.met and len(asked.tokens) <= MAX_DRAFT_LENGTH + 1
         one.sent = length
         one.ask(digest, wanted)
-        return 0 if sent else length
+        return asked
