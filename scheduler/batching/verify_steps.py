@@ -28,7 +28,7 @@ class TargetPlanner:
         Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
         """
         target.changed = False
-        if not target.can_take_step or target.lone_step in target.outstanding:
+        if len(target.outstanding) >= self._config.steps_in_flight or target.lone_step in target.outstanding:
             return None
         suspect = target.next_suspect() if target.suspects else None
         if suspect is not None and not target.lone_step_was_last:
@@ -56,7 +56,7 @@ class TargetPlanner:
 
     def _plan_group(self, target: TargetWorker, step_id: int) -> SendStep | None:
         batch_size = self._config.batch_size
-        can_prefill = bool(target.prefilling) and target.can_prefill()
+        can_prefill = any(sequence_id not in target.in_flight for sequence_id in target.prefilling)
         victims, available = self._victims(target), target.idle
         if victims:
             available = {one: each for one, each in available.items() if one not in victims}
@@ -86,7 +86,8 @@ class TargetPlanner:
             self._add_followers(target, followers[: batch_size - len(chosen)], rows, work, left)
         if not rows:
             return None
-        return target.send(step_id, rows, work, forced, _wait_seconds(target, rows) if work.proposed else 0.0)
+        bound = self._config.wait_bound_steps * target.figures.step.seconds
+        return target.send(step_id, rows, work, forced, _wait_seconds(target, rows, bound) if work.proposed else 0.0)
 
     def _victims(self, target: TargetWorker) -> set[int]:
         """Sequences that are preempted for a waiting one, once no row of them is in flight."""
@@ -204,10 +205,10 @@ class TargetPlanner:
         return True
 
 
-def _wait_seconds(target: TargetWorker, rows: list[Row]) -> float:
+def _wait_seconds(target: TargetWorker, rows: list[Row], bound: float) -> float:
     """How long the step may wait for proposals of the target's draft worker. For lengths that were chosen, as long as
-    it pays to; for others, which are to be drafted in any case, at least the wait bound."""
-    choice, bound = target.figures.choice, target.wait_bound
+    it pays to; for others, which are to be drafted in any case, at least `bound`."""
+    choice = target.figures.choice
     if target.grant is None:
         return 0.0
     if choice is None:

@@ -245,10 +245,6 @@ class TargetWorker:
 
     # --- rows and steps -----------------------------------------------------------------------------------------------
 
-    @property
-    def can_take_step(self) -> bool:
-        return len(self.outstanding) < self._config.steps_in_flight
-
     def abandon_rows(self, sequence_id: int) -> None:
         """Ignores the answers to all rows of the sequence that are in flight."""
         row = self.in_flight.get(sequence_id)
@@ -337,11 +333,6 @@ class TargetWorker:
             elif self.suspects.pop(sequence.sequence_id, None) is None:
                 del waiting[sequence.sequence_id]
 
-    @property
-    def wait_bound(self) -> float:
-        """Seconds that a step may wait for proposals which are to be verified in any case."""
-        return self._config.wait_bound_steps * self.figures.step.seconds
-
     def due(self) -> float:
         """From which group on a sequence that is IDLE from now on must not be passed over any more: the wait bound,
         counted from its place among the others. Those before it fill groups in any case."""
@@ -351,10 +342,6 @@ class TargetWorker:
         """The suspect that came first of those that have no row in flight."""
         idle = (one for sequence_id, one in self.suspects.items() if sequence_id not in self.in_flight)
         return min(idle, key=lambda sequence: sequence.order, default=None)
-
-    def can_prefill(self) -> bool:
-        """Whether any sequence to prefill has no row in flight."""
-        return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
 
     def can_follow(self) -> list[Sequence]:
         """The sequences with a row in the step that was sent last, after which the worker knows what to feed next: the

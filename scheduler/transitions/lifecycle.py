@@ -74,10 +74,6 @@ class Lifecycle:
         if sequence.state is not VERIFYING:
             change_state(sequence, VERIFYING)
 
-    def catch_up(self, sequence: Sequence) -> None:
-        """Goes back to feeding the target committed tokens."""
-        change_state(sequence, PREFILLING)
-
     # --- places -------------------------------------------------------------------------------------------------------
 
     def admit(self) -> bool:
@@ -149,7 +145,7 @@ class Lifecycle:
             self.counters.moves.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
-            self.catch_up(sequence)
+            change_state(sequence, PREFILLING)
             return True
         if sum(move.source is source and not move.abandoned for move in self._moves.values()) >= MAX_MOVES_PER_TARGET:
             return False
@@ -194,7 +190,7 @@ class Lifecycle:
             entry.opened = False
             destination.releases[sequence.sequence_id] = None
         if entry.valid < sequence.length - 1:
-            self.catch_up(sequence)
+            change_state(sequence, PREFILLING)
         else:
             self.begin_round(sequence)
 

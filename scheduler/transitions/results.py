@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.messages import DraftingReport, EmitTokens, Row, RowResult, RowStatus, StepCompleted
 from scheduler.state.worker_records import Step
-from scheduler.state.workers import VERIFYING, Sequence, TargetWorker
+from scheduler.state.workers import PREFILLING, VERIFYING, Sequence, TargetWorker, change_state
 from scheduler.transitions.blame import clear, suspect
 from scheduler.transitions.lifecycle import Lifecycle
 
@@ -104,7 +104,7 @@ class Rounds:
             case _ if together:
                 entry.lose()
                 suspect(sequence, self._emit)
-                self._lifecycle.catch_up(sequence)
+                change_state(sequence, PREFILLING)
             case _:
                 self._lifecycle.fail(sequence, _error(target, result))
 
@@ -146,7 +146,7 @@ class Rounds:
         length, later = sequence.length, target.in_flight.get(sequence_id)
         if entry.valid < length - 1:
             target.abandon_rows(sequence_id)
-            self._lifecycle.catch_up(sequence)
+            change_state(sequence, PREFILLING)
         elif later is not None and later.follows and not later.abandoned:
             self._lifecycle.go_on(sequence, later)
         else:
@@ -158,7 +158,7 @@ class Rounds:
             times = f"{sequence.target_failures} times without progress"
             self._lifecycle.fail(sequence, f"{_error(target, result)}, {times}")
         else:
-            self._lifecycle.catch_up(sequence)
+            change_state(sequence, PREFILLING)
 
     def _out_of_pages(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
         """The worker has fewer pages than it said. The last in rank makes room; a single sequence tries again."""
@@ -168,7 +168,7 @@ class Rounds:
         victim = target.last_resting(sequence) or sequence
         self._lifecycle.preempt(victim)
         if victim is not sequence:
-            self._lifecycle.catch_up(sequence)
+            change_state(sequence, PREFILLING)
 
 
 def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:
