@@ -42,8 +42,8 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Tokens per second of all streams together, and their share of the ideal. Of the scheduler's process: the share of
-    a core, and the median seconds from an answer to the next step, of the `turns` in which no worker had one meanwhile.
+    """Tokens per second of all streams together, and their share of the ideal. `scheduler_cpu` is the share of a core
+    that the scheduler's process uses. `round_microseconds` are of a mean round (bench/control_plane/scheduler.py).
     `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
 
     batch: int
@@ -52,8 +52,7 @@ class Figures:
     ideal: float
     share: float
     scheduler_cpu: float
-    turns: int
-    turn_seconds: float | None
+    round_microseconds: dict[str, float]
     core_microseconds: float
 
 
@@ -107,7 +106,7 @@ async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple
 def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
-    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, drafting, seconds))
+    rate, (_, cpu_before), (of_a_round, cpu_after), elapsed = asyncio.run(served(load, pace, drafting, seconds))
     return Figures(
         batch=load.batch_size,
         drafting=drafting,
@@ -115,8 +114,7 @@ def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
         ideal=ideal,
         share=rate / ideal,
         scheduler_cpu=(cpu_after - cpu_before) / elapsed,
-        turns=turns,
-        turn_seconds=turn,
+        round_microseconds=of_a_round,
         core_microseconds=1e6 / core.rows_per_second,
     )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
 from scheduler.config import SchedulerConfig
@@ -24,27 +22,38 @@ from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.scheduler_client.remote import SchedulerClient
 
 
-class TurnAround(ServiceObserver):
-    """Seconds from a worker's answer to the next step of any, where no worker had one meanwhile."""
+class Rounds(ServiceObserver):
+    """Where a round's time goes. The target has one step after the other, so its time is that of passes, of its own
+    Python, and of waiting for a step. Meanwhile the answer before becomes the next step, within the scheduler's process
+    and on the way there and back. That step is then `queued` until its turn."""
 
     def __init__(self) -> None:
-        self._answered = 0.0
-        self._in_flight = 0
-        self._seconds = array("d")
+        self._answered: float | None = None
+        self._steps = 0
+        self._seconds = dict.fromkeys(("passes", "worker", "waiting", "scheduler", "queued"), 0.0)
 
     def step_sent(self, step: SendStep, now: float) -> None:
-        if not self._in_flight and self._answered:
-            self._seconds.append(now - self._answered)
-        self._in_flight += 1
+        if self._answered is not None:
+            self._seconds["scheduler"] += now - self._answered
+            self._answered = None
 
     def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
-        self._in_flight -= 1
+        passes, between = timings.forward + timings.drafting, min(timings.idle, timings.queued)
         self._answered = now
+        self._steps += 1
+        for name, seconds in (
+            ("passes", passes),
+            ("worker", timings.total - passes + between),
+            ("waiting", timings.idle - between),
+            ("queued", timings.queued),
+        ):
+            self._seconds[name] += seconds
 
-    def take(self) -> tuple[int, float | None]:
-        """How many there were since it was called last, and their median."""
-        seconds, self._seconds = self._seconds, array("d")
-        return len(seconds), median(seconds) if seconds else None
+    def take(self) -> dict[str, float]:
+        """Microseconds of a round, the mean of those since it was called last."""
+        steps, seconds = max(1, self._steps), self._seconds
+        self._steps, self._seconds = 0, dict.fromkeys(seconds, 0.0)
+        return {name: 1e6 * each / steps for name, each in seconds.items()}
 
 
 @asynccontextmanager
@@ -84,10 +93,10 @@ def run_scheduler(
 async def _serve(
     connection: Connection, config: SchedulerConfig, endpoints: list[WorkerEndpoint], security: ChannelSecurity
 ) -> None:
-    loop, turn_around = asyncio.get_running_loop(), TurnAround()
+    loop, rounds = asyncio.get_running_loop(), Rounds()
     asked: asyncio.Queue[object] = asyncio.Queue()
     async with SchedulerService(
-        config, scheduler_epoch=time.time_ns(), security=security, observers=[turn_around]
+        config, scheduler_epoch=time.time_ns(), security=security, observers=[rounds]
     ) as service:
         server = SchedulerServer(service, security=security)
         address = await server.start()
@@ -96,5 +105,5 @@ async def _serve(
         loop.add_reader(connection.fileno(), lambda: asked.put_nowait(connection.recv()))
         connection.send(address)
         while await asked.get() is not None:
-            connection.send((turn_around.take(), time.process_time()))
+            connection.send((rounds.take(), time.process_time()))
         await server.stop()
