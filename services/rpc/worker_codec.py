@@ -150,6 +150,10 @@ def _take_details(results: list[RowResult], details: Iterable[worker_pb2.RowDeta
         result.prompt_logprobs = tuple(map(logprobs_from_wire, one.prompt_logprobs))
 
 
+def report_to_wire(report: DraftingReport) -> worker_pb2.DraftingReport:
+    return to_wire(worker_pb2.DraftingReport, report, refused_ids=report.refused)
+
+
 def report_from_wire(report: worker_pb2.DraftingReport) -> DraftingReport:
     return from_wire(DraftingReport, report, refused=tuple(report.refused_ids))
 

@@ -24,15 +24,33 @@ from protos import worker_pb2
 from scheduler.messages import Role, RowResult, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
 from services.rpc.conversion import to_wire
-from services.rpc.worker_codec import ROLES, answers_to_wire
+from services.rpc.worker_codec import ROLES, answers_to_wire, report_to_wire
 from services.worker.kv_pages import KvTransfer, WrongEpochError
-from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
+from services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences
 
 logger = logging.getLogger(__name__)
 
 _CACHED_REPLIES = 16
 
+_Computed = tuple[int, int, int, RowOutcome, int, int]
+"""Of a row that was computed: its sequence, the sequence's length and digest then, the outcome, and how many positions
+were reused and proposed tokens verified."""
+
 _DRAINING = "the worker is draining and takes no new sequences"
+
+
+class Reply:
+    """Makes its message when it is first called: by the thread that sends it, while the next pass computes. So `make`
+    reads nothing that a step changes."""
+
+    def __init__(self, make: Callable[[], worker_pb2.StepReply]) -> None:
+        self._make = make
+
+    def __call__(self) -> worker_pb2.StepReply:
+        message = self._make()
+        # What it was made of is not kept.
+        self._make = lambda: message
+        return message
 
 
 class VerifyingEngine(Protocol):
@@ -100,7 +118,7 @@ class StepExecutor:
         self.kv_transfer = KvTransfer(self._sequences, kv_store, self.check_epochs)
         self._scheduler_epoch = 0
         self._last_step_id = -1
-        self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
+        self._replies: OrderedDict[int, Reply] = OrderedDict()
         self._offers = _Offers()
         self._ended: float | None = None
         self._offer_seconds = 0.0
@@ -140,9 +158,7 @@ class StepExecutor:
             process_id=os.getpid(),
         )
 
-    def execute(
-        self, request: worker_pb2.StepRequest, arrived: float, computing: Computing = no_callback
-    ) -> worker_pb2.StepReply:
+    def execute(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing = no_callback) -> Reply:
         """Runs a step that arrived at `arrived`, on `clock`. A repeated step gets the reply that it had before. `offer`
         is to be called once the reply has left, before the next step.
 
@@ -152,10 +168,10 @@ class StepExecutor:
         """
         if request.worker_epoch != self.worker_epoch:
             error = f"worker_epoch is {request.worker_epoch}, this worker's is {self.worker_epoch}"
-            return self._refuse(request, worker_pb2.STEP_STATUS_WRONG_EPOCH, error)
+            return self._answer(request, worker_pb2.STEP_STATUS_WRONG_EPOCH, error)
         if request.scheduler_epoch < self._scheduler_epoch:
             error = f"scheduler_epoch is {request.scheduler_epoch}, one with {self._scheduler_epoch} has taken over"
-            return self._refuse(request, worker_pb2.STEP_STATUS_FENCED, error)
+            return self._answer(request, worker_pb2.STEP_STATUS_FENCED, error)
         newcomer = request.scheduler_epoch > self._scheduler_epoch
         if newcomer:
             self._sequences.drop_all()
@@ -163,21 +179,19 @@ class StepExecutor:
             self._last_step_id = -1
             self._scheduler_epoch = request.scheduler_epoch
         if newcomer and self.draining:
-            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
+            return self._answer(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
         if not request.step_id and not request.rows and not request.released_sequence_ids:
-            return worker_pb2.StepReply(
-                worker_epoch=self.worker_epoch, status=worker_pb2.STEP_STATUS_OK, free_pages=self.free_pages
-            )
+            return self._answer(request, worker_pb2.STEP_STATUS_OK)
         cached = self._replies.get(request.step_id)
         if cached is not None:
             return cached
         if self.draining and any(row.sequence_id not in self._sequences for row in request.rows):
-            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
+            return self._answer(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
         if request.step_id <= self._last_step_id:
             error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
-            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
+            return self._answer(request, worker_pb2.STEP_STATUS_INVALID, error)
         if (uneven := _uneven(request.following)) is not None:
-            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, uneven)
+            return self._answer(request, worker_pb2.STEP_STATUS_INVALID, uneven)
         self._last_step_id = request.step_id
         reply = self._run(request, arrived, computing)
         self._replies[request.step_id] = reply
@@ -209,18 +223,19 @@ class StepExecutor:
         self._ended = self._clock()
         self._offer_seconds += self._ended - began
 
-    def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
+    def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> Reply:
         started = self._clock()
         idle = 0.0 if self._ended is None else started - self._ended
         self._offers = _Offers(self._remote is not None and bool(request.released_sequence_ids))
         if self._remote is not None:
             self._remote.set_grant(request.grant if request.HasField("grant") else None)
         self._sequences.release(request.released_sequence_ids)
-        results: dict[int, RowResult] = {}
+        results: dict[int, RowResult | _Computed] = {}
         running = self._prepare(request.rows, results)
-        running += self._prepare_following(request.following, len(request.rows), results)
+        self._prepare_following(request.following, len(request.rows), running, results)
         checked = self._clock()
-        rows = self._with_proposals([prepared for _, prepared in running], request.wait_seconds)
+        rows = list(running.values())
+        self._add_proposals(rows, request.wait_seconds)
         proposed = self._clock()
         timings = EngineTimings()
         if running:
@@ -234,43 +249,51 @@ class StepExecutor:
                     raise DeviceLostError(f"the device is lost: {one_line(error)}") from error
                 # How far the step came is unknown, so the KV of all its sequences may be wrong.
                 logger.exception("step %d failed as a whole", request.step_id)
-                for place, prepared in running:
-                    self._sequences.stop_sharing(prepared.sequence)
-                    self._sequences.drop(prepared.sequence.sequence_id)
-                    results[place] = _failure(prepared.sequence.sequence_id, one_line(error))
+                for place, row in running.items():
+                    self._sequences.stop_sharing(row)
+                    self._sequences.drop(row.sequence_id)
+                    results[place] = _failure(row.sequence_id, one_line(error))
             else:
                 timings = outcome.timings
-                for (place, prepared), row, row_outcome in zip(running, rows, outcome.rows, strict=True):
-                    results[place] = self._settle(prepared, row_outcome, len(row.draft_tokens))
-                    if row.draft_length and self.engine.pool.rewinds and results[place].status is RowStatus.OK:
-                        self._add_offer(prepared, row, row_outcome)
+                for (place, row), row_outcome in zip(running.items(), outcome.rows, strict=True):
+                    settled = results[place] = self._settle(row, row_outcome)
+                    if row.draft_length and self.engine.pool.rewinds and not isinstance(settled, RowResult):
+                        self._add_offer(row, row_outcome)
         report = self._proposer.report()
         ended = self._ended = self._clock()
         offered, self._offer_seconds = self._offer_seconds, 0.0
-        return worker_pb2.StepReply(
-            worker_epoch=self.worker_epoch,
-            step_id=request.step_id,
-            status=worker_pb2.STEP_STATUS_OK,
-            rows=answers_to_wire([results[place] for place in range(len(results))]),
-            timings=worker_pb2.StepTimings(
-                queued=max(started - arrived, 0.0),
-                idle=idle,
-                prepare=timings.prepare + checked - started,
-                realign=timings.realign,
-                forward=timings.forward,
-                sample=timings.sample,
-                total=ended - started + offered,
-                packed_rows=timings.batched_tokens,
-                padding_rows=timings.padding_rows,
-                drafting=proposed - checked + offered,
-            ),
-            free_pages=self.free_pages,
-            drafting=None if report is None else to_wire(worker_pb2.DraftingReport, report, refused_ids=report.refused),
-        )
+        step_id, free_pages = request.step_id, self.free_pages
 
-    def _prepare(self, rows: Sequence[worker_pb2.Row], results: dict[int, RowResult]) -> list[tuple[int, PreparedRow]]:
+        def make() -> worker_pb2.StepReply:
+            answers = [results[place] for place in range(len(results))]
+            return worker_pb2.StepReply(
+                worker_epoch=self.worker_epoch,
+                step_id=step_id,
+                status=worker_pb2.STEP_STATUS_OK,
+                rows=answers_to_wire([one if isinstance(one, RowResult) else _result(*one) for one in answers]),
+                timings=worker_pb2.StepTimings(
+                    queued=max(started - arrived, 0.0),
+                    idle=idle,
+                    prepare=timings.prepare + checked - started,
+                    realign=timings.realign,
+                    forward=timings.forward,
+                    sample=timings.sample,
+                    total=ended - started + offered,
+                    packed_rows=timings.batched_tokens,
+                    padding_rows=timings.padding_rows,
+                    drafting=proposed - checked + offered,
+                ),
+                free_pages=free_pages,
+                drafting=None if report is None else report_to_wire(report),
+            )
+
+        return Reply(make)
+
+    def _prepare(
+        self, rows: Sequence[worker_pb2.Row], results: dict[int, RowResult | _Computed]
+    ) -> dict[int, WorkerSequence]:
         """The rows that can run, by their places in the step. Adds the results of the others."""
-        running: list[tuple[int, PreparedRow]] = []
+        running: dict[int, WorkerSequence] = {}
         seen: set[int] = set()
         for place, row in enumerate(rows):
             sequence_id = row.sequence_id
@@ -285,80 +308,76 @@ class StepExecutor:
                 results[place] = _rejection(sequence_id, rejected)
                 continue
             if prepared.tokens:
-                running.append((place, prepared))
+                running[place] = prepared
             else:
-                results[place] = self._settle(prepared, RowOutcome([]), 0)
+                results[place] = self._settle(prepared, RowOutcome([]))
         return running
 
     def _prepare_following(
-        self, following: worker_pb2.FollowingRows, first: int, results: dict[int, RowResult]
-    ) -> list[tuple[int, PreparedRow]]:
-        """As `_prepare`; the first of them has the place `first`."""
-        running: list[tuple[int, PreparedRow]] = []
+        self,
+        following: worker_pb2.FollowingRows,
+        first: int,
+        running: dict[int, WorkerSequence],
+        results: dict[int, RowResult | _Computed],
+    ) -> None:
+        """Adds to what `_prepare` gives; the first of them has the place `first`."""
         none = [0] * len(following.sequence_ids)
         optional = following.draft_lengths or none, following.verify or none
         columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, *optional, strict=True)
         for place, columns_of_row in enumerate(columns, first):
             try:
-                running.append((place, self._sequences.follow(*columns_of_row)))
+                running[place] = self._sequences.follow(*columns_of_row)
             except RowRejectedError as rejected:
                 results[place] = _rejection(columns_of_row[0], rejected)
-        return running
 
-    def _with_proposals(self, prepared: Sequence[PreparedRow], wait_seconds: float) -> list[VerifyRow]:
-        """Rows of the engine, which verify what is proposed for them."""
-        rows = [_verify_row(one) for one in prepared]
+    def _add_proposals(self, rows: Sequence[WorkerSequence], wait_seconds: float) -> None:
+        """Lets the rows verify what is proposed for them."""
         # Where tables cannot be cut anywhere, a rejected token would have the states of its page computed again. There
         # nothing is verified, nor offered to whoever proposes.
-        verifying = [place for place, one in enumerate(prepared) if one.verify and self.engine.pool.rewinds]
-        asked: list[Asked] = []
-        for place in verifying:
-            tokens, drafting = prepared[place].sequence.tokens, prepared[place].sequence.drafting
-            asked.append(Asked(drafting, tokens.digest(len(tokens)), prepared[place].verify))
-        if asked:
-            size = self.engine.description.vocabulary_size
-            taken = self._proposer.take(asked, wait_seconds)
-            for place, one, proposal in zip(verifying, asked, taken, strict=True):
-                if proposal and (not size or max(proposal) < size):
-                    rows[place].draft_tokens = proposal[: one.most]
-        return rows
+        verifying = [row for row in rows if row.verify] if self.engine.pool.rewinds else []
+        if not verifying:
+            return
+        asked = [Asked(row.drafting, row.known.digests[-1], row.verify) for row in verifying]
+        size = self.engine.description.vocabulary_size
+        for row, proposal in zip(verifying, self._proposer.take(asked, wait_seconds), strict=True):
+            if proposal and (not size or max(proposal) < size):
+                row.draft_tokens = proposal[: row.verify]
 
-    def _add_offer(self, prepared: PreparedRow, row: VerifyRow, outcome: RowOutcome) -> None:
-        tokens = prepared.sequence.tokens
+    def _add_offer(self, row: WorkerSequence, outcome: RowOutcome) -> None:
         self._offers.rows.append(row)
         self._offers.outcomes.append(outcome)
-        self._offers.digests.append(tokens.digest_with(outcome.tokens[-1:]))
+        self._offers.digests.append(row.known.digest_with(outcome.tokens[-1:]))
 
-    def _settle(self, prepared: PreparedRow, outcome: RowOutcome, verified: int) -> RowResult:
+    def _settle(self, row: WorkerSequence, outcome: RowOutcome) -> RowResult | _Computed:
         """Keeps of the sequence what has become valid."""
-        sequence, error = prepared.sequence, outcome.error
+        sequence_id, error = row.sequence_id, outcome.error
         try:
             if error is None and not outcome.out_of_pages:
-                sampled = outcome.tokens[-1] if outcome.tokens else None
-                self._sequences.settle(sequence, outcome.tokens[: outcome.accepted], sampled)
-                return _result(prepared, outcome, verified)
+                tokens, length = outcome.tokens, row.table.length
+                self._sequences.settle(row, tokens[: outcome.accepted], tokens[-1] if tokens else None)
+                # Nobody needs the digest of a row that has sampled.
+                digest = 0 if tokens else row.digest
+                return sequence_id, length, digest, outcome, row.reused, len(row.draft_tokens)
             if not outcome.out_of_pages:
                 # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
-                self._sequences.stop_sharing(sequence)
-            self._sequences.revert(sequence, prepared.start)
+                self._sequences.stop_sharing(row)
+            self._sequences.revert(row)
         except RuntimeError as broken:
-            logger.error("sequence %d: %s", sequence.sequence_id, broken)
-            return _failure(sequence.sequence_id, one_line(broken))
+            logger.error("sequence %d: %s", sequence_id, broken)
+            return _failure(sequence_id, one_line(broken))
         status = RowStatus.OUT_OF_PAGES if outcome.out_of_pages else RowStatus.FAILED
-        held = sequence.table.length, sequence.digest
         said = error or f"{self.free_pages} pages are free"
-        return RowResult(sequence.sequence_id, status, *held, error=said, reused=prepared.reused)
+        return RowResult(sequence_id, status, row.table.length, row.digest, error=said, reused=row.reused)
 
-    def _refuse(
-        self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str
-    ) -> worker_pb2.StepReply:
-        return worker_pb2.StepReply(
+    def _answer(self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str = "") -> Reply:
+        reply = worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
             step_id=request.step_id,
             status=status,
             error=error,
             free_pages=self.free_pages,
         )
+        return Reply(lambda: reply)
 
 
 def _uneven(following: worker_pb2.FollowingRows) -> str | None:
@@ -371,35 +390,20 @@ def _uneven(following: worker_pb2.FollowingRows) -> str | None:
     return None
 
 
-def _verify_row(prepared: PreparedRow) -> VerifyRow:
-    sequence = prepared.sequence
-    return VerifyRow(
-        table=sequence.table,
-        tokens=prepared.tokens,
-        draft_tokens=(),
-        sample=prepared.sample,
-        history=sequence.history,
-        prompt_length=sequence.prompt_length,
-        sampling=sequence.sampling,
-        logits_digests=sequence.logits_digests,
-        top_logprobs=sequence.top_logprobs,
-        grammar_state=sequence.grammar_state,
-        scoring=prepared.scoring,
-        draft_length=prepared.draft_length,
-        drafting=sequence.drafting,
+def _result(sequence_id: int, length: int, digest: int, outcome: RowOutcome, reused: int, verified: int) -> RowResult:
+    return RowResult(
+        sequence_id,
+        RowStatus.OK,
+        length,
+        digest,
+        tuple(outcome.tokens),
+        outcome.accepted,
+        tuple(outcome.logits_digests),
+        tuple(outcome.logprobs),
+        reused=reused,
+        prompt_logprobs=tuple(outcome.prompt_logprobs),
+        verified=verified,
     )
-
-
-def _result(prepared: PreparedRow, outcome: RowOutcome, verified: int) -> RowResult:
-    """Of a row that was computed. Nobody needs the digest of one that has sampled."""
-    sequence, tokens = prepared.sequence, tuple(outcome.tokens)
-    digest = 0 if tokens else sequence.digest
-    result = RowResult(sequence.sequence_id, RowStatus.OK, sequence.table.length, digest, tokens, outcome.accepted)
-    result.verified, result.reused = verified, prepared.reused
-    if outcome.logits_digests or outcome.logprobs or outcome.prompt_logprobs:
-        result.logits_digests, result.logprobs = tuple(outcome.logits_digests), tuple(outcome.logprobs)
-        result.prompt_logprobs = tuple(outcome.prompt_logprobs)
-    return result
 
 
 def _rejection(sequence_id: int, rejected: RowRejectedError) -> RowResult:

@@ -72,7 +72,7 @@ async def _fetch(
         scheduler_epoch=request.source_scheduler_epoch,
         sequence_id=request.sequence_id,
         kv_len=len(request.tokens),
-        prefix_digest=sequence.tokens.digest(len(request.tokens)),  # its pages may have been given up meanwhile
+        prefix_digest=sequence.known.digest(len(request.tokens)),  # its pages may have been given up meanwhile
     )
     size = taken = 0
     expected = len(sequence.table.pages)

@@ -96,7 +96,7 @@ class KvTransfer:
         try:
             self._check_epochs(request.worker_epoch, request.scheduler_epoch)
             sequence = open_sequence(request.sequence_id, request.parameters)
-            sequence.tokens.extend(request.tokens)
+            sequence.known.extend(request.tokens)
             self._sequences.expect(sequence)
         except (WrongEpochError, RowRejectedError, ValueError) as error:
             raise _refusal(error) from error

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.errors import DeviceLostError
 from protos import worker_pb2
 from services.worker.ending import end_process
-from services.worker.executor import StepExecutor
+from services.worker.executor import Reply, StepExecutor
 
 
 class StepQueue:
@@ -29,7 +29,7 @@ class StepQueue:
         # Each is written by one of the two threads only.
         self._added = self._begun = 0
         # Filled by one thread and emptied by the other.
-        self._ended: deque[tuple[asyncio.Future[worker_pb2.StepReply], worker_pb2.StepReply | Exception]] = deque()
+        self._ended: deque[tuple[asyncio.Future[worker_pb2.StepReply], Reply | Exception]] = deque()
         self._began: float | None = None
         self.step_ended = asyncio.Event()
         """Set after every step; the waiter clears it."""
@@ -75,9 +75,7 @@ class StepQueue:
     ) -> None:
         """Raises DeviceLostError."""
         try:
-            outcome: worker_pb2.StepReply | Exception = self._executor.execute(
-                request, arrived, lambda: self._tell(loop)
-            )
+            outcome: Reply | Exception = self._executor.execute(request, arrived, lambda: self._tell(loop))
         except DeviceLostError:
             raise
         except Exception as error:
@@ -96,8 +94,10 @@ class StepQueue:
             reply, outcome = self._ended.popleft()
             if reply.cancelled():
                 continue
-            if isinstance(outcome, Exception):
-                reply.set_exception(outcome)
-            else:
-                reply.set_result(outcome)
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                reply.set_result(outcome())
+            except Exception as error:
+                reply.set_exception(error)
         self.step_ended.set()

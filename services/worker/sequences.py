@@ -11,14 +11,14 @@ and `settle` offers the pages that the sequence has filled with committed tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.description import EngineDescription
 from engine.drafting.draft_kv import DraftKv
 from engine.drafting.sequence import SequenceDrafting
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
-from engine.sampling.grammars import GrammarState
+from engine.steps import VerifyRow
 from protos import worker_pb2
 from scheduler.messages import MAX_SCORED_TOKENS, PromptScoring, RowStatus
 from scheduler.sampling import SamplingParameters
@@ -26,46 +26,47 @@ from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.rpc.conversion import from_wire
 
 
-@dataclass(slots=True)
-class WorkerSequence:
-    """One sequence as its worker knows it.
+@dataclass(slots=True, kw_only=True, eq=False)
+class WorkerSequence(VerifyRow):
+    """One sequence as its worker knows it, and its row of the present step, as the engine gets it.
 
+    `history` is the list of the tokens that are `known`: those with valid KV and, while the engine runs, the row's own.
     `committed` holds the tokens that were committed when the sequence was opened. Until rows have fed all of them, or
     other ones, it is `ahead`; the first `agreed` of them have been compared with those that rows fed.
     `page_keys` are its cache scope and the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must
     not be shared.
+
+    The row feeds its `tokens` from position `start` on, and verifies at most `verify` proposed ones after them. The
+    `reused` positions before `start` were taken over from other sequences. Without tokens there is nothing to compute.
     """
 
     sequence_id: int
-    prompt_length: int
-    sampling: SamplingParameters
-    logits_digests: bool
-    top_logprobs: int | None
-    tokens: DigestedTokens = field(default_factory=DigestedTokens)
-    table: PageTable = field(default_factory=PageTable)
-    grammar_state: GrammarState = field(default_factory=GrammarState)
-    drafting: SequenceDrafting = field(default_factory=SequenceDrafting)
+    known: DigestedTokens
     committed: Sequence[int] = ()
     ahead: bool = True
     agreed: int = 0
     page_keys: list[PageKey] | None = None
     sampled: int | None = None
-    """What the last row has sampled, behind all of `tokens`; None where it has sampled nothing."""
+    """What the last row has sampled, behind all of `history`; None where it has sampled nothing."""
     fed: int = 0
     """Where the last row's own tokens ended, which it has sampled after."""
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
-
-    @property
-    def history(self) -> Sequence[int]:
-        return self.tokens.tokens
+    start: int = 0
+    reused: int = 0
+    verify: int = 0
 
     @property
     def digest(self) -> int:
-        return self.tokens.digest(self.table.length)
+        return self.known.digest(self.table.length)
+
+    def begin(self, start: int, tokens: Sequence[int], verify: int, draft_length: int) -> None:
+        """A row that samples and reuses nothing; its tokens are known."""
+        self.start, self.tokens, self.verify, self.draft_length = start, tokens, verify, draft_length
+        self.draft_tokens, self.sample, self.scoring, self.reused = (), True, None, 0
 
     def truncate_tokens(self, length: int) -> None:
-        self.tokens.truncate(length)
+        self.known.truncate(length)
         self.drafting.truncate(length)
         self.agreed = min(self.agreed, length)
 
@@ -77,22 +78,6 @@ class WorkerSequence:
             return False
         self.agreed = max(self.agreed, end)
         return True
-
-
-@dataclass(slots=True)
-class PreparedRow:
-    """A row that can run: `tokens` are to be fed from position `start` on, and at most `verify` proposed ones verified
-    after them; `reused` positions before `start` were taken over from other sequences. Without tokens there is nothing
-    to compute. The others as in `worker_pb2.Row`."""
-
-    sequence: WorkerSequence
-    start: int
-    tokens: Sequence[int]
-    reused: int = 0
-    verify: int = 0
-    draft_length: int = 0
-    sample: bool = True
-    scoring: PromptScoring | None = None
 
 
 class RowRejectedError(Exception):
@@ -117,7 +102,7 @@ class WorkerSequences:
         prefix_cache: bool,
         forget: Callable[[SequenceDrafting], None],
     ) -> None:
-        self._pool = pool
+        self._pool, self._page_size = pool, pool.page_size
         self._engine = engine
         self._forget = forget
         self._prefixes = PrefixCache(pool) if prefix_cache else None
@@ -130,7 +115,7 @@ class WorkerSequences:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._sequences
 
-    def prepare(self, row: worker_pb2.Row) -> PreparedRow:
+    def prepare(self, row: worker_pb2.Row) -> WorkerSequence:
         """Checks a row, truncates its sequence to what the row leaves of it, takes over pages known by the tokens that
         follow, and appends the row's tokens to the sequence's list.
 
@@ -142,7 +127,7 @@ class WorkerSequences:
             raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"kv_len is {kv_len}, the worker has {held.table.length}", held
             )
-        if row.prefix_digest != held.tokens.digest(kv_len):
+        if row.prefix_digest != held.known.digest(kv_len):
             error = f"the worker has other tokens than expected in [0, {kv_len})"
             raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
         end = kv_len + len(row_tokens)
@@ -152,22 +137,25 @@ class WorkerSequences:
         start = self._pool.truncate(held.table, kept)
         held.sampled = None
         fed = [*held.history[start:kv_len], *row_tokens[max(0, start - kv_len) :]]
-        if start < len(held.tokens):
+        if start < len(held.known):
             held.truncate_tokens(start)
             if held.page_keys is not None:
-                del held.page_keys[start // self._pool.page_size + 1 :]
-        held.tokens.extend(fed)
+                del held.page_keys[start // self._page_size + 1 :]
+        held.known.extend(fed)
         scoring = from_wire(PromptScoring, row.scoring) if row.HasField("scoring") else None
         self._take_over(held, end, row.sample, None if scoring is None else scoring.first)
         start, most = held.table.length, self._engine.max_num_batched_tokens
-        tokens, reused = held.history[start:end], max(0, start - kept)
+        tokens = held.history[start:end]
         if len(tokens) > most:
             held.truncate_tokens(start)
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        verify = min(row.verify, most - len(tokens))
-        return PreparedRow(held, start, tokens, reused, verify, row.draft_length, row.sample, scoring)
+        held.begin(start, tokens, min(row.verify, most - len(tokens)), row.draft_length)
+        held.sample, held.scoring, held.reused = row.sample, scoring, max(0, start - kept)
+        return held
 
-    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int, verify: int) -> PreparedRow:
+    def follow(
+        self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int, verify: int
+    ) -> WorkerSequence:
         """As `prepare`, for a row that feeds the token which the sequence's last row has sampled. `kv_len` is where the
         own tokens of that row must have ended.
 
@@ -175,7 +163,7 @@ class WorkerSequences:
         """
         held = self._sequences.get(sequence_id)
         token = None if held is None else held.sampled
-        if held is None or token is None or held.fed != kv_len or held.tokens.digest(kv_len) != prefix_digest:
+        if held is None or token is None or held.fed != kv_len or held.known.digests[kv_len] != prefix_digest:
             error = "the row that it follows is not here, or has sampled nothing"
             raise RowRejectedError(RowStatus.VOID, error, held)
         grammar = held.sampling.grammar
@@ -187,10 +175,12 @@ class WorkerSequences:
             raise RowRejectedError(RowStatus.INVALID, error, held)
         held.sampled = None
         fed = (token,)
-        held.tokens.extend(fed)
+        held.known.extend(fed)
         # Where the row begins depends on how many proposed tokens the row before has accepted.
-        verify = min(verify, self._engine.max_sequence_length - length, self._engine.max_num_batched_tokens - 1)
-        return PreparedRow(held, start, fed, 0, verify, draft_length)
+        if verify:
+            verify = min(verify, self._engine.max_sequence_length - length, self._engine.max_num_batched_tokens - 1)
+        held.begin(start, fed, verify, draft_length)
+        return held
 
     def settle(self, sequence: WorkerSequence, accepted: Sequence[int], sampled: int | None) -> None:
         """After the engine ran: the `accepted` tokens after the row's own have valid KV now, and the one behind them is
@@ -198,10 +188,9 @@ class WorkerSequences:
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
-        sequence.sampled = sampled
-        sequence.fed = len(sequence.history)
+        sequence.sampled, sequence.fed = sampled, len(sequence.history)
         if accepted:
-            sequence.tokens.extend(accepted)
+            sequence.known.extend(accepted)
         known, length = len(sequence.history), sequence.table.length
         if known != length:
             self.stop_sharing(sequence)
@@ -210,12 +199,12 @@ class WorkerSequences:
         self._register(sequence)
         self._pool.trim(sequence.table, known)
 
-    def revert(self, sequence: WorkerSequence, start: int) -> None:
+    def revert(self, sequence: WorkerSequence) -> None:
         """After the engine refused the row and changed nothing: takes the row's tokens off the list again.
 
         Raises RuntimeError where the page table did change; the sequence is forgotten then.
         """
-        length = sequence.table.length
+        start, length = sequence.start, sequence.table.length
         if length != start:
             self.stop_sharing(sequence)
             self.drop(sequence.sequence_id)
@@ -250,7 +239,7 @@ class WorkerSequences:
 
         Raises RowRejectedError where the sequence is here or expected already, is too long, or finds no pages.
         """
-        sequence_id, length = sequence.sequence_id, len(sequence.tokens)
+        sequence_id, length = sequence.sequence_id, len(sequence.known)
         if sequence_id in self._sequences or sequence_id in self._expected:
             raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence_id} is here or on its way already")
         if not 0 < length <= self._engine.max_sequence_length:
@@ -300,9 +289,9 @@ class WorkerSequences:
     def check_integrity(self) -> None:
         """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
         for sequence in self._sequences.values():
-            if len(sequence.tokens) != sequence.table.length:
+            if len(sequence.known) != sequence.table.length:
                 raise RuntimeError(
-                    f"sequence {sequence.sequence_id} has {len(sequence.tokens)} tokens "
+                    f"sequence {sequence.sequence_id} has {len(sequence.known)} tokens "
                     f"and KV for {sequence.table.length}"
                 )
         sequences = [*self._sequences.values(), *self._expected.values()]
@@ -360,26 +349,34 @@ class WorkerSequences:
         if self._prefixes is not None and sequence.page_keys is not None:
             limit = len(known) - 1 if scored is None else scored - 1
             self._prefixes.share(sequence.table, sequence.page_keys, known, limit)
-            sequence.tokens.extend(known[len(sequence.tokens) : sequence.table.length])
+            sequence.known.extend(known[len(sequence.known) : sequence.table.length])
 
     def _register(self, sequence: WorkerSequence) -> None:
         """Offers the pages that the sequence has filled to other sequences."""
-        keys, committed = sequence.page_keys, len(sequence.history)
-        if self._prefixes is not None and keys is not None and len(keys) * self._pool.page_size <= committed:
-            self._prefixes.register(sequence.table, keys, sequence.history, committed)
+        keys, history = sequence.page_keys, sequence.history
+        if keys is not None and len(keys) * self._page_size <= len(history) and self._prefixes is not None:
+            self._prefixes.register(sequence.table, keys, history, len(history))
 
 
 def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -> WorkerSequence:
     """A sequence of which nothing is held yet. Raises ValueError naming the field that is out of range."""
     if parameters.prompt_length < 1:
         raise ValueError(f"prompt_length is {parameters.prompt_length}, must be at least 1")
-    scope = parameters.cache_scope
+    scope, known = parameters.cache_scope, DigestedTokens()
     return WorkerSequence(
-        sequence_id,
-        parameters.prompt_length,
-        from_wire(SamplingParameters, parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
-        parameters.logits_digests,
-        parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
+        sequence_id=sequence_id,
+        table=PageTable(),
+        known=known,
+        history=known.tokens,
+        tokens=(),
+        draft_tokens=(),
+        sample=False,
+        prompt_length=parameters.prompt_length,
+        sampling=from_wire(SamplingParameters, parameters.sampling)
+        if parameters.HasField("sampling")
+        else SamplingParameters(),
+        logits_digests=parameters.logits_digests,
+        top_logprobs=parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         committed=tuple(parameters.committed_tokens),
         page_keys=[scope],
         drafting=SequenceDrafting(sequence_id, scope, tuple(parameters.expected_output), DraftKv([scope])),

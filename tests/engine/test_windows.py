@@ -80,7 +80,7 @@ def test_pages_are_those_that_layers_see(tmp_path: Path) -> None:
         if not length:
             row.parameters.prompt_length = len(tokens)
         request = worker_pb2.StepRequest(worker_epoch=1, scheduler_epoch=1, step_id=end, rows=[row])
-        reply = executor.execute(request, executor.clock())
+        reply = executor.execute(request, executor.clock())()
         assert list(reply.rows.kv_lens) == [end]
         length = end
         # The next position sees the last 19 of these.

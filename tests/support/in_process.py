@@ -91,7 +91,7 @@ def run_in_process(
             match command:
                 case SendStep():
                     executor = workers[command.worker_id]
-                    reply = executor.execute(step_to_wire(command, executor.worker_epoch, scheduler_epoch), now)
+                    reply = executor.execute(step_to_wire(command, executor.worker_epoch, scheduler_epoch), now)()
                     executor.offer()
                     free_at[command.worker_id] = end = max(now, free_at[command.worker_id]) + _STEP_SECONDS
                     results = results_from_wire(command, reply)

@@ -101,7 +101,7 @@ def test_setting_turns_it_off(models: dict[str, EngineSettings]) -> None:
                     rows=[row(number, SYSTEM, 0, len(SYSTEM), sample=True)],
                 ),
                 executor.clock(),
-            )
+            )()
             for number in (1, 2)
         ]
         assert [sum(reply.rows.reused) for reply in replies] == [0, reused]

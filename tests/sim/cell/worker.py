@@ -14,7 +14,7 @@ from protos import worker_pb2
 from services.worker.drafting.remote import RemoteProposer
 from services.worker.drafting.server import DraftServer
 from services.worker.drafting.stream import StreamOptions
-from services.worker.executor import StepExecutor
+from services.worker.executor import Reply, StepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import VOCABULARY, AnyRow, PagedModel
@@ -152,16 +152,14 @@ class SimulatedTarget(SimulatedWorker):
             draft = remote = RemoteProposer(VOCABULARY, self.process, STREAM_OPTIONS)  # type: ignore[arg-type]
 
         class Watched(StepExecutor):
-            def execute(
-                self, request: worker_pb2.StepRequest, arrived: float, computing: Computing
-            ) -> worker_pb2.StepReply:
+            def execute(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> Reply:
                 worker.arrived = arrived
                 # What was lost is as if the worker had released it, with the next step that does something.
                 if request.step_id:
                     request.released_sequence_ids.extend(sorted(worker.losing))
                     worker.losing.clear()
                 reply = super().execute(request, arrived, computing)
-                worker.heed(request, reply)
+                worker.heed(request, reply())
                 return reply
 
         class Timed(Proposers):

@@ -45,7 +45,7 @@ class Conversation:
             released_sequence_ids=released,
             rows=rows,
         )
-        reply = self.executor.execute(request, self.executor.clock())
+        reply = self.executor.execute(request, self.executor.clock())()
         self.executor.offer()
         self.executor.check_integrity()
         return reply
