@@ -67,15 +67,14 @@ class TargetEngine:
         """
         if not self.pool.rewinds:
             # A draft that is rejected would have the pages' states computed again.
-            rows = [replace(row, draft_tokens=()) for row in rows]
+            rows = [replace(row, draft_tokens=()) if row.draft_tokens else row for row in rows]
         outcomes = [RowOutcome([]) for _ in rows]
         timings = EngineTimings()
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
-            admitted = make_room(
-                self.pool, [(row.table, len(row.tokens) + len(row.draft_tokens)) for row in rows], outcomes
-            )
-            sizes = [len(rows[index].tokens) + len(rows[index].draft_tokens) for index in admitted]
+            needs = [(row.table, len(row.tokens) + len(row.draft_tokens)) for row in rows]
+            admitted = make_room(self.pool, needs, outcomes)
             sequences = {index: _batched(rows[index]) for index in admitted}
+            sizes = [len(one.tokens) for one in sequences.values()]
             wanted = [one.logits + len(one.scored) for one in sequences.values()]
             limits = self.description.max_num_batched_tokens, self._runner.max_logits
             for batch in split_by_rows(admitted, sizes, wanted, *limits):
@@ -83,7 +82,7 @@ class TargetEngine:
                 result = self._runner.run([sequences[index] for index in batch], computing)
                 timings.add(result.timings)
                 logits = result.logits[:, : self.description.vocabulary_size]
-                chosen = sum(len(rows[index].draft_tokens) + 1 for index in batch if rows[index].sample)
+                chosen = sum(sequences[index].logits for index in batch)
                 scored = iter(logits[chosen:])
                 sampled = self._sample([rows[index] for index in batch], logits[:chosen], masking)
                 for index, outcome in zip(batch, sampled, strict=True):
@@ -113,36 +112,41 @@ class TargetEngine:
             if row.sample
             for drafted in range(len(row.draft_tokens) + 1)
         ]
-        failed = self._constrain(rows, logits, contexts, masking)
         spans = _spans(rows)
+        failed = self._constrain(rows, spans, logits, contexts, masking)
         asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
         # Those of drafts that are not accepted, too: a GPU computes them while the host has yet to wait for tokens.
         digested = self._scan.digests(logits, asked) if asked else None
         sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
         digests = iter([] if digested is None else digested.tolist())
-        outcomes = [RowOutcome([]) for _ in rows]
+        outcomes = list[RowOutcome]()
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
-            if not row.sample:
-                continue
-            own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span) if row.logits_digests else 0)]
-            outcome = outcomes[index] = _accept(row, sampled[span.start : span.stop])
             if index in failed:
-                outcome = outcomes[index] = RowOutcome([], error=failed[index])
-            outcome.logits_digests = own_digests[: len(outcome.tokens)]
+                outcome = RowOutcome([], error=failed[index])
+            else:
+                outcome = _accept(row, sampled[span.start : span.stop])
+            if row.logits_digests:
+                own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span))]
+                outcome.logits_digests = own_digests[: len(outcome.tokens)]
             if row.top_logprobs is not None and outcome.error is None:
                 outcome.logprobs = token_logprobs(logits[span.start :], outcome.tokens, row.top_logprobs)
+            outcomes.append(outcome)
         return outcomes
 
     def _constrain(
         self,
         rows: Sequence[VerifyRow],
+        spans: Sequence[range],
         logits: torch.Tensor,
         contexts: Sequence[SamplingContext],
         masking: Future[TokenMasks] | None,
     ) -> dict[int, str]:
         """Leaves the rows that have a grammar the logits of the tokens that it allows. What went wrong, by row."""
-        spans = enumerate(zip(rows, _spans(rows), strict=True))
-        places = {index: span for index, (row, span) in spans if span and row.sampling.grammar is not None}
+        places = {
+            index: span
+            for index, (row, span) in enumerate(zip(rows, spans, strict=True))
+            if row.sampling.grammar is not None and span
+        }
         if masking is None:
             return dict.fromkeys(places, _NO_TOKENIZER)
         masks = masking.result()
@@ -163,7 +167,7 @@ class TargetEngine:
 
 def _batched(row: VerifyRow) -> BatchedSequence:
     tokens = [*row.tokens, *row.draft_tokens]
-    batched = BatchedSequence(row.table, tokens, len(row.draft_tokens) + 1 if row.sample else 0)
+    batched = BatchedSequence(row.table, tokens, _logits(row))
     if row.scoring is not None:
         first = row.scoring.first - 1 - (row.table.length - len(tokens))
         batched.scored = range(first, first + len(row.scoring.tokens))
@@ -184,12 +188,17 @@ def _score(row: VerifyRow, outcome: RowOutcome, logits: Iterator[torch.Tensor]) 
 
 def _spans(rows: Sequence[VerifyRow]) -> list[range]:
     """Where each row's logits are among those of all."""
-    ends = list(accumulate((len(row.draft_tokens) + 1 if row.sample else 0 for row in rows), initial=0))
+    ends = list(accumulate(map(_logits, rows), initial=0))
     return list(map(range, ends, ends[1:]))
 
 
+def _logits(row: VerifyRow) -> int:
+    return len(row.draft_tokens) + 1 if row.sample else 0
+
+
 def _accept(row: VerifyRow, own_tokens: Sequence[int | None]) -> RowOutcome:
-    """The longest prefix of the draft that the target would have sampled, and the target's own token after it."""
+    """The longest prefix of the draft that the target would have sampled, and the target's own token after it. Nothing
+    for a row that does not sample."""
     draft_tokens, tokens = row.draft_tokens, list[int]()
     for position, own_token in enumerate(own_tokens):
         if own_token is None:
@@ -197,4 +206,4 @@ def _accept(row: VerifyRow, own_tokens: Sequence[int | None]) -> RowOutcome:
         tokens.append(own_token)
         if position == len(draft_tokens) or own_token != draft_tokens[position]:
             break
-    return RowOutcome(tokens, accepted=len(tokens) - 1)
+    return RowOutcome(tokens, accepted=max(0, len(tokens) - 1))

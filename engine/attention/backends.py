@@ -27,7 +27,7 @@ TILE_POSITIONS = 64
 _SHARED_CALL_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Rows `[first_row, first_row + rows)` of a batch: positions `[start, start + rows)` of the sequence on `pages`,
     but for the first `freed`, of which no row sees a position."""

@@ -63,6 +63,7 @@ class PagePool:
         self.border = page_size * math.lcm(*(group.slices for group in groups))
         """At multiples of it, pages of all groups end."""
         self._spans = [page_size * group.slices for group in groups]
+        self._windowed = any(group.window is not None for group in groups)
         self._blank = list(range(total_pages - 1, -1, -1))
         self._known_free: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total_pages
@@ -79,6 +80,10 @@ class PagePool:
     def append(self, table: PageTable, positions: int) -> None:
         """Makes room for `positions` more and moves `length` past them. Raises OutOfPagesError."""
         end = table.length + positions
+        if 0 < positions <= -table.length % self.page_size:
+            # The last page of every group has room: its end is a multiple of the page size.
+            table.length = end
+            return
         needed = self.missing(table, end)
         if needed:
             if needed > self.free_pages:
@@ -101,6 +106,8 @@ class PagePool:
     def trim(self, table: PageTable, length: int) -> None:
         """Frees the pages that no position from `length` on sees. The table is never cut below `length` then, unless
         to nothing."""
+        if not self._windowed:
+            return
         for group, span, run in zip(self.groups, self._spans, table.runs, strict=False):
             if group.window is None:
                 continue

@@ -55,16 +55,18 @@ class TokenBatch:
         logits_rows: list[int] = []
         scored_rows: list[int] = []
         for sequence in sequences:
-            count = len(sequence.tokens)
-            start = sequence.table.length - count
+            first, count = len(tokens), len(sequence.tokens)
+            end = sequence.table.length
+            start = end - count
             for place, (group, run) in enumerate(zip(kv.groups, sequence.table.runs, strict=True)):
                 pages, freed = kv.places(place, run.pages), run.freed * group.slices
-                spans[place].append(Span(len(tokens), count, start, pages, freed))
-                slots[place].extend(pages[p // size - freed] * size + p % size for p in range(start, start + count))
-            scored_rows.extend(len(tokens) + place for place in sequence.scored)
-            tokens.extend(sequence.tokens)
-            positions.extend(range(start, start + count))
-            logits_rows.extend(range(len(tokens) - sequence.logits, len(tokens)))
+                spans[place].append(Span(first, count, start, pages, freed))
+                slots[place] += [pages[p // size - freed] * size + p % size for p in range(start, end)]
+            if sequence.scored:
+                scored_rows += [first + place for place in sequence.scored]
+            tokens += sequence.tokens
+            positions += range(start, end)
+            logits_rows += range(first + count - sequence.logits, first + count)
         rows = len(tokens)
         padding = padded(rows) - rows
         tokens.extend([0] * padding)

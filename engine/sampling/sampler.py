@@ -95,7 +95,8 @@ def sample_tokens(
     if not rows:
         return []
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    left: Sequence[int] = [i for i, row in enumerate(rows) if row.changes_scores or not takes_any_token(row.sampling)]
+    changes = [row.changes_scores for row in rows]
+    left: Sequence[int] = [i for i, row in enumerate(rows) if changes[i] or not takes_any_token(row.sampling)]
     drawn_there = None
     if len(left) < len(rows):
         drawn_there = scan.draw(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
@@ -105,13 +106,13 @@ def sample_tokens(
         sampled = drawn_there
     else:
         return _known(drawn_there)
-    as_they_are = [i for i in left if rows[i].sampling.greedy and not rows[i].changes_scores]
+    as_they_are = [i for i in left if not changes[i] and rows[i].sampling.greedy]
     if len(as_they_are) == len(rows):
         columns, values = scan.argmax(logits)
         chosen = zip(_ids(columns, token_ids).tolist(), values.tolist(), strict=True)
         return [token if math.isfinite(value) else None for token, value in chosen]
     largest = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
-    changed = [i for i in left if rows[i].sampling.greedy and rows[i].changes_scores]
+    changed = [i for i in left if changes[i] and rows[i].sampling.greedy]
     drawn = [i for i in left if not rows[i].sampling.greedy]
     if as_they_are:
         index = _tensor(as_they_are, logits)
