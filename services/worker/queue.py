@@ -19,8 +19,8 @@ class StepQueue:
     A device that is lost ends the process: its scheduler then recovers as from a kill.
 
     Where another step waits, the loop learns of a step's end only once the next pass is computing. Both threads share
-    one interpreter: so the loop handles the reply during a pass, instead of delaying its start. It learns of it at once
-    where proposals are made before the next step.
+    one interpreter: so the loop makes and sends the reply during a pass, instead of delaying its start. It learns of it
+    at once where proposals are made before the next step.
     """
 
     def __init__(self, executor: StepExecutor, thread: ThreadPoolExecutor) -> None:

@@ -1,4 +1,4 @@
-"""Replies of a worker's steps: they leave before the worker proposes what they ask for."""
+"""Replies of a worker's steps: they leave before the worker proposes what they ask for; each tells of its own step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from engine.drafting.proposer import LocalProposer, Proposers
-from engine.steps import RowOutcome, VerifyRow
+from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from services.worker.base_server import step_thread
 from services.worker.executor import StepExecutor
@@ -58,3 +60,30 @@ def test_a_reply_leaves_before_anything_is_proposed() -> None:
             slow.allowed.set()
     assert list(reply.rows.tokens) == continuation(PROMPT, 5)[1:]
     assert list(reply.rows.verified) == [3]
+
+
+def test_a_reply_that_is_made_after_later_steps_tells_of_its_own() -> None:
+    executor = StepExecutor(StandInEngine(), EPOCH)
+    expected = continuation(PROMPT, 3)
+    rows = [opening(1, sample=True), *(row(1, [*PROMPT, *expected[:n]], 4 + n, sample=True) for n in (1, 2))]
+    replies = [executor.execute(step(number, one), 0.0) for number, one in enumerate(rows, 1)]
+    for number, reply in enumerate(reply() for reply in replies):
+        assert reply.step_id == number + 1
+        assert list(reply.rows.tokens) == [expected[number]]
+        assert list(reply.rows.kv_lens) == [len(PROMPT) + number]
+
+
+class Unencodable(StandInEngine):
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+        outcome = super().step(rows, computing)
+        outcome.rows[0].tokens = [-1]
+        return outcome
+
+
+def test_a_reply_that_cannot_be_made_fails_its_step() -> None:
+    async def run() -> None:
+        with pytest.raises(ValueError, match="-1"):
+            await StepQueue(StepExecutor(Unencodable(), EPOCH), thread).add(step(1, opening(1, sample=True)))
+
+    with step_thread() as thread:
+        asyncio.run(asyncio.wait_for(run(), LONG))
