@@ -13,7 +13,8 @@ from scheduler.messages import PromptScoring, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
 Computing = Callable[[], None]
-"""Called once a pass is prepared, before its long calls begin. From then on other threads find the interpreter free."""
+"""Called when a pass begins to compute: on a GPU once it is launched, else before its long calls. From then on other
+threads find the interpreter free."""
 
 
 def no_callback() -> None:

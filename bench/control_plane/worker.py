@@ -61,8 +61,8 @@ class PacedEngine:
 
 class PacedTarget(PacedEngine):
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
-        computing()
         began = time.perf_counter()
+        computing()
         seconds = self._pace.seconds(Role.TARGET, ((len(row.tokens) + len(row.draft_tokens), 0) for row in rows))
         outcomes = [self._outcome(row) for row in rows]
         _wait_until(began + seconds)
@@ -78,8 +78,8 @@ class PacedTarget(PacedEngine):
 
 class PacedDraft(PacedEngine):
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
-        computing()
         began = time.perf_counter()
+        computing()
         seconds = self._pace.seconds(Role.DRAFT, ((len(row.tokens), row.draft_length) for row in rows))
         for row in rows:
             self.pool.append(row.table, len(row.tokens) + max(0, row.draft_length - 1))
