@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,12 @@ class GpuPasses:
             return None
         return GraphedPasses(model, kv, self.backend(kv.page_size), self._capture)
 
+    def made_ahead(self) -> AbstractContextManager[None]:
+        """While it is open, kernels are made and not run (engine/cuda/launches.py)."""
+        from engine.cuda.launches import made_ahead
+
+        return made_ahead()
+
     def fuse_decoder(self, model: PreTrainedModel) -> None:
         """Replaces the decoder of a model of a known family, in place."""
         from engine.cuda.fused_decoder import fuse_decoder
@@ -110,6 +117,7 @@ def load_gpu_passes(
     try:
         import triton
 
+        from engine.cuda.launches import made_ahead
         from engine.cuda.triton_attention import WIDE_FROM, TritonBackend, check_fits, takes_wide_tiles
 
         check_fits(heads[2], dtype, quantized_kv)
@@ -120,9 +128,15 @@ def load_gpu_passes(
         wide_from = math.inf
         with current(device):
             tried = (dtype, device, heads, quantized_kv)
+            has_wide = not has_rules and takes_wide_tiles(heads, dtype, quantized_kv)
+            with made_ahead():
+                for by_rules in {False, has_rules}:
+                    _attended(backend, *tried, by_rules)
+                if has_wide:
+                    _attended(lambda page_size: backend(page_size, 0.0), *tried, False)
             trials = [_attended(backend, *tried, by_rules) for by_rules in {False, has_rules}]
             differences = [float((found.cpu().float() - expected).abs().max()) for found, expected in trials]
-            if not has_rules and takes_wide_tiles(heads, dtype, quantized_kv):
+            if has_wide:
                 fault = _wide_fault(lambda page_size: backend(page_size, 0.0), trials[0][0], *tried)
                 if fault is None:
                     wide_from = WIDE_FROM
@@ -182,6 +196,8 @@ def _product_fault(
     make_linear: MakeLinear, dtype: torch.dtype, device: torch.device, code_bits: int | None
 ) -> str | None:
     """What is wrong with products of random numbers, or of such codes: values, or bits of a row in company."""
+    from engine.cuda.launches import made_ahead
+
     generator = torch.Generator().manual_seed(0)
     out_features, in_features = _TRIAL_WEIGHT
     linear = nn.Linear(in_features, out_features, dtype=dtype, device=device)
@@ -193,6 +209,9 @@ def _product_fault(
         weight = rounded(linear.weight, code_bits)
         own = make_linear(QuantizedLinear(weight, linear.bias))
         linear.weight.copy_(weight.expanded())
+    with made_ahead():
+        for count in _TRIAL_ROWS:
+            own(rows[:count])
     expected = F.linear(rows.double(), linear.weight.double(), linear.bias.double())
     reference = own(rows)
     difference = float((reference.double() - expected).abs().max() / expected.abs().max())

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.backends import AttentionRule, Span, cut_into_blocks
+from engine.cuda.launches import launch
 from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
 from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
@@ -345,14 +346,16 @@ class TritonPlan:
                 query.new_empty(*places, _TILE_QUERIES, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-        for launch, values in zip(self._launches, self._values, strict=True):
-            _attend[(launch.programs, self._groups)](
+        for one, values in zip(self._launches, self._values, strict=True):
+            launch(
+                _attend,
+                (one.programs, self._groups),
                 self._output,
                 query.contiguous(),
                 *layer.pool,
                 *layer.scales,
-                launch.numbers[:1],
-                launch.numbers[1:],
+                one.numbers[:1],
+                one.numbers[1:],
                 *self._kept,
                 rule.sinks,
                 rule.scaling * _LOG2_E.value * (2 / rule.softcap if rule.softcap else 1),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.cuda.launches import launch
 from engine.layers.experts import Experts, sparse_blocks
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class TritonExperts(nn.Module):
         to = torch.empty_like(rows)
         count, hidden = rows.shape
         grid = (count, triton.cdiv(hidden, _ADDED))
-        _add_shares[grid](to, outputs, shares.contiguous(), chosen.shape[1], hidden, _ADDED)
+        launch(_add_shares, grid, to, outputs, shares.contiguous(), chosen.shape[1], hidden, _ADDED)
         return to
 
 
@@ -138,7 +139,9 @@ class TritonRouting(nn.Module):
         out, inputs = self._linear.weight.shape
         to = rows.new_empty(*rows.shape[:-1], out)
         grid = (rows.numel() // inputs, triton.cdiv(out, _ROUTED))
-        _route[grid](to, rows.contiguous(), self._linear.weight, self._linear.bias, out, inputs, _ROUTED, _BLOCK_IN)
+        launch(
+            _route, grid, to, rows.contiguous(), self._linear.weight, self._linear.bias, out, inputs, _ROUTED, _BLOCK_IN
+        )
         return to
 
 
@@ -181,7 +184,9 @@ def _product(
     experts, out_features, in_features = weights.shape
     to = inputs.new_empty(count, out_features)
     grid = (len(tiles[1]), triton.cdiv(out_features, _BLOCK_OUT))
-    _multiply_pairs[grid](
+    launch(
+        _multiply_pairs,
+        grid,
         to,
         inputs.contiguous(),
         weights,

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import nn
 from triton.compiler import max_shared_mem
 
+from engine.cuda.launches import launch
 from engine.quantization.layers import QuantizedLinear
 from engine.quantization.weights import QuantizedWeight
 
@@ -320,7 +321,9 @@ def product_parts(
     if isinstance(weight, QuantizedWeight):
         codes, bits, group = weight.codes, weight.bits, weight.group
         stored = (codes.view(torch.int32) if words else codes, weight.scales, weight.minimums)
-    _multiply[(triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts)](
+    launch(
+        _multiply,
+        (triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts),
         to,
         inputs.contiguous(),
         *stored,
@@ -368,7 +371,7 @@ def product(
         return sums[0].to(inputs.dtype)
     output = inputs.new_empty(rows, out_features)
     count = output.numel()
-    _add_up[(triton.cdiv(count, _ADDED),)](output, sums, rest_of_bias, count, out_features, parts, _ADDED)
+    launch(_add_up, (triton.cdiv(count, _ADDED),), output, sums, rest_of_bias, count, out_features, parts, _ADDED)
     return output
 
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.cuda.launches import launch
 from engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
 from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
@@ -220,7 +221,9 @@ def rotations(
     `scaling`, as a model's rotary embedding gives them."""
     rows, half = len(positions), len(frequencies)
     cos, sin = positions.new_empty(2, rows, 2 * half, dtype=dtype)
-    _rotations[(rows,)](
+    launch(
+        _rotations,
+        (rows,),
         cos,
         sin,
         positions,
@@ -255,7 +258,9 @@ def rotate_write(
     parts, rows, _ = qkv.sums.shape
     queries = layer.pool.new_empty(rows, query_heads, head_dim, dtype=layer.dtype)
     query_norm, key_norm, epsilon = norms or (None, None, 0.0)
-    _rotate_write[(rows, triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS))](
+    launch(
+        _rotate_write,
+        (rows, triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS)),
         queries,
         *layer.pool,
         qkv.sums,
@@ -289,7 +294,9 @@ def add_norm(
     normed = torch.empty_like(residual)
     sums, bias = added or (None, None)
     block = triton.next_power_of_2(hidden)
-    _add_norm[(rows,)](
+    launch(
+        _add_norm,
+        (rows,),
         normed,
         residual,
         sums,
@@ -311,7 +318,9 @@ def silu_mul(gate_up: Parts, dtype: torch.dtype, overlap: bool = False) -> torch
     parts, rows, width = gate_up.sums.shape
     inner = width // 2
     product = gate_up.sums.new_empty(rows, inner, dtype=dtype)
-    _silu_mul[(rows, triton.cdiv(inner, _GATES))](
+    launch(
+        _silu_mul,
+        (rows, triton.cdiv(inner, _GATES)),
         product,
         *gate_up,
         parts,

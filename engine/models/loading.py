@@ -143,11 +143,13 @@ def _target_engine(
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
     loaded.replace_layers(settings.page_size)
+    _make_kernels(loaded, settings)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes, head)
     features = None if head is None else Features(loaded.model, head.layers, description.max_num_batched_tokens)
     progress("warming up", None)
-    warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)
+    has_kernels = loaded.kernels is not None or loaded.solo is not None
+    warm_up(description.max_sequence_length, runner, pool, has_kernels)
     description = capture_graphs(description, runner, pool, progress)
     description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
     drafting = None
@@ -188,9 +190,11 @@ def _draft_engine(
     loaded.replace_layers(settings.page_size)
     if fed is not None:
         feed_as(loaded.model, fed)
+    _make_kernels(loaded, settings)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
-    warm_up(description, runner, pool, loaded.kernels is not None or loaded.solo is not None)
+    has_kernels = loaded.kernels is not None or loaded.solo is not None
+    warm_up(description.max_sequence_length, runner, pool, has_kernels)
     description = capture_graphs(description, runner, pool, progress)
     scan = logits_scan(loaded, token_ids)
     # On a CPU there is no wait to be saved.
@@ -251,6 +255,16 @@ def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
         raise UnsupportedModelError(
             f"max_model_len is {settings.max_model_len}, must be at most {longest} for {settings.model}"
         )
+
+
+def _make_kernels(loaded: LoadedModel, settings: EngineSettings) -> None:
+    """Makes those of a GPU for passes of all row counts, several at a time."""
+    if loaded.gpu is None or loaded.lead is not None:
+        return
+    row_counts = _candidates(loaded, settings)
+    pool = PagePool(-(-row_counts[-1] // settings.page_size), settings.page_size)
+    with loaded.gpu.made_ahead():
+        warm_up(row_counts[-1], loaded.runner(pool, None, row_counts), pool)
 
 
 def _candidates(loaded: LoadedModel, settings: EngineSettings) -> tuple[int, ...]:

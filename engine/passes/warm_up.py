@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,21 +19,36 @@ from engine.passes.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-# Verification seldom wants logits of more rows.
+# Of a pass where the kernels of logits are the same for all row counts.
 _MAX_WARM_LOGITS = 48
 
 
-def warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool, has_kernels: bool) -> None:
-    """Runs one pass of each row count, so that libraries make their kernels now and not in the first steps. Where the
-    CPU kernels compute (`has_kernels`), which are the same for all row counts, the smallest and the largest will do."""
-    sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
+def warm_up(longest: int, runner: ModelRunner, pool: PagePool, has_kernels: bool = False) -> None:
+    """Runs one pass of each row count, so that libraries make their kernels now and not in the first steps, with logits
+    of as many rows as a step computes. No sequence is longer than `longest`. Where the CPU kernels compute
+    (`has_kernels`), which are the same for all row counts, the smallest and the largest will do."""
+    sizes = runner.row_counts
     if has_kernels:
+        sizes = [size for size in sizes if size <= longest]
         sizes = sizes[:: max(1, len(sizes) - 1)]
+    max_logits = _MAX_WARM_LOGITS if has_kernels else runner.max_logits
     for size in sizes:
-        table = PageTable()
-        pool.append(table, size)
-        runner.run([BatchedSequence(table, [0] * size, min(size, _MAX_WARM_LOGITS))])
-        pool.free(table)
+        with _rows(size, min(size, max_logits), longest, pool) as sequences:
+            runner.run(sequences)
+
+
+@contextmanager
+def _rows(rows: int, logits: int, longest: int, pool: PagePool, vocabulary: int = 1) -> Iterator[list[BatchedSequence]]:
+    """Sequences of so many rows together, of which logits of `logits` are wanted. Where one would be longer than
+    `longest`, for which the pool has pages, there are several, whose KV lies in the same place."""
+    table = PageTable()
+    pool.append(table, min(rows, longest))
+    sequences = []
+    for start in range(0, rows, longest):
+        tokens = [row % vocabulary for row in range(start, min(start + longest, rows))]
+        sequences.append(BatchedSequence(table, tokens, min(len(tokens), max(0, logits - start))))
+    yield sequences
+    pool.free(table)
 
 
 def capture_graphs(

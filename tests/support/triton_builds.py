@@ -48,13 +48,7 @@ def builds(call: Callable[[], object], architecture: int) -> list[Build]:
     def compile_only(kernel: Any, *arguments: object, warmup: bool, **options: object) -> None:
         found.append(run(kernel, *arguments, warmup=True, **options))
 
-    # Triton keeps the kernels of each device.
-    gpu = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", architecture, _THREADS_OF_A_WARP),
-        get_current_device=lambda: architecture,
-        get_current_stream=lambda _: 0,
-    )
-    driver.set_active(gpu)
+    driver.set_active(_gpu(architecture))
     with mock.patch.object(JITFunction, "run", compile_only):
         call()
     return [
@@ -69,6 +63,15 @@ def builds(call: Callable[[], object], architecture: int) -> list[Build]:
     ]
 
 
+def _gpu(architecture: int) -> SimpleNamespace:
+    # Triton keeps the kernels of each device.
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", architecture, _THREADS_OF_A_WARP),
+        get_current_device=lambda: architecture,
+        get_current_stream=lambda _: 0,
+    )
+
+
 def _stack(cubin: bytes) -> int:
     """Bytes of a thread's stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -80,3 +83,17 @@ def _stack(cubin: bytes) -> int:
     if found is None:
         raise RuntimeError(f"cuobjdump names no resources: {text.strip()!r}")
     return int(found[1])
+
+
+def asked_for(call: Callable[[], object], architecture: int) -> set[str]:
+    """Names and variants of the kernels that `call` launches, none of which is made, nor runs."""
+    asked = set()
+
+    def ask(*, fn: Any, key: str, **about: object) -> bool:
+        asked.add(f"{fn.name} {key}")
+        return True
+
+    driver.set_active(_gpu(architecture))
+    with mock.patch.object(triton.knobs.runtime, "jit_cache_hook", ask):
+        call()
+    return asked
