@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,18 +89,22 @@ class LoadedModel:
     def kv_dtype(self) -> torch.dtype:
         return self.model.dtype if self.solo is None else torch.uint8
 
-    def replace_layers(self, page_size: int) -> None:
-        """Replaces layers by faster ones that compute the same, in place."""
+    def replace_layers(self, page_size: int, check: Callable[[str], None] = lambda _: None) -> None:
+        """Replaces layers by faster ones that compute the same, in place. `check` is called after each kind of them,
+        with its name."""
         if self.solo is not None:
             return
         if self.gpu is not None:
             self.gpu.fuse_decoder(self.model)
+            check("a fused decoder")
         if self.kernels is not None and self._attends_by_kernel(page_size):
             fuse_layers(self.model, self.kernels)
         if joins_layers(self.model, self.kernels):
             join_layers(self.model, self.kernels)
+            check("joined layers")
         if self.gpu is not None:
             self.gpu.replace_linears(self.model)
+            check("products of its own")
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
         """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""

@@ -37,6 +37,7 @@ from engine.models.fetching import fetch_model, fetch_tokenizer
 from engine.models.kernels import logits_scan
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.reading import model_in_memory, read_config, read_model, report
+from engine.models.replaced_layers import replace_layers
 from engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
@@ -142,7 +143,7 @@ def _target_engine(
     loaded = replace(loaded, windows=_check_passes(loaded, settings))
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
-    loaded.replace_layers(settings.page_size)
+    replace_layers(loaded, settings.page_size)
     _make_kernels(loaded, settings)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes, head)
@@ -187,7 +188,7 @@ def _draft_engine(
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
         token_ids = token_ids.to(device)
         restrict_head(loaded.model, own.to(device))
-    loaded.replace_layers(settings.page_size)
+    replace_layers(loaded, settings.page_size)
     if fed is not None:
         feed_as(loaded.model, fed)
     _make_kernels(loaded, settings)
