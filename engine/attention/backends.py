@@ -30,13 +30,15 @@ _SHARED_CALL_ROWS = 16
 @dataclass(slots=True)
 class Span:
     """Rows `[first_row, first_row + rows)` of a batch: positions `[start, start + rows)` of the sequence on `pages`,
-    but for the first `freed`, of which no row sees a position."""
+    but for the first `freed`, of which no row sees a position. `owner`: a number that this sequence has in all passes.
+    """
 
     first_row: int
     rows: int
     start: int
     pages: Sequence[int]
     freed: int = 0
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +88,30 @@ class AttentionForm:
         return -(-positions // self.kv_lengths[-1]) * self.kv_lengths[-1]
 
 
-def cut_into_blocks(
-    spans: Sequence[Span], page_size: int, max_rows: int
-) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """What kernels that read pages take: blocks of at most `max_rows` rows of one sequence, each as its first row, its
-    rows, the position of the first, and where in the list of pages those of its sequence begin; and that list. A tile's
-    freed pages are others of its sequence there, and those before them are left out."""
+Block = tuple[int, int, int, int]
+"""Its first row, its rows, the position of the first, and where in a list of pages those of its sequence begin."""
+
+
+def cut_into_blocks(spans: Sequence[Span], page_size: int, max_rows: int) -> tuple[list[Block], list[int]]:
+    """What kernels that read pages take: blocks of at most `max_rows` rows of one sequence, and the list of pages. A
+    tile's freed pages are others of its sequence there, and those before them are left out."""
+    first_places: list[int] = []
     pages: list[int] = []
-    blocks: list[tuple[int, int, int, int]] = []
     for span in spans:
         left_out = max(0, span.freed - tile_pages(page_size))
-        blocks.extend(
-            (span.first_row + done, min(max_rows, span.rows - done), span.start + done, len(pages) - left_out)
-            for done in range(0, span.rows, max_rows)
-        )
+        first_places.append(len(pages) - left_out)
         pages.extend([span.pages[0]] * (span.freed - left_out))
         pages.extend(span.pages[: -(-(span.start + span.rows) // page_size) - span.freed])
-    return blocks, pages
+    return blocks_of(spans, first_places, max_rows), pages
+
+
+def blocks_of(spans: Sequence[Span], first_places: Sequence[int], max_rows: int) -> list[Block]:
+    """`first_places`: where the pages of each span begin."""
+    return [
+        (span.first_row + done, min(max_rows, span.rows - done), span.start + done, place)
+        for span, place in zip(spans, first_places, strict=True)
+        for done in range(0, span.rows, max_rows)
+    ]
 
 
 def tile_pages(page_size: int) -> int:

@@ -22,16 +22,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from engine.attention.backends import AttentionRule, Span, cut_into_blocks
+from engine.attention.backends import AttentionRule, Block, Span, blocks_of, cut_into_blocks
 from engine.cuda.launches import launch
 from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
 from engine.kv.kv_store import SCALE_BYTES
 from engine.kv.paged_kv import LayerKv
-from engine.passes.device import on_device
+from engine.passes.device import pinned
 
 # Query rows of a block, and dimensions, the fewest that matrix units take.
 _TILE_QUERIES = 16
@@ -57,7 +58,7 @@ _REGISTERS, _SHARING_DIMENSIONS = 128, 128
 _PROGRAMS = 4
 # Multiprocessors that the interpreter is said to have: it runs programs one after the other.
 _INTERPRETED_MULTIPROCESSORS = 2
-# Numbers of an item: first row, rows, position of the first row, place of the first page among all numbers, split, and
+# Numbers of an item: first row, rows, position of the first row, place of the first page among all pages, split, and
 # where the sums of the block's split 0 are kept, or -1 if the item is all splits of its block.
 _ITEM_NUMBERS = tl.constexpr(6)
 # What rows that have seen nothing have for their highest score: less than scores are, and no cause of NaN.
@@ -103,7 +104,7 @@ def _item(numbers, index):  # type: ignore[no-untyped-def]
 
 
 # One program for all places of the pass's numbers in memory.
-@triton.jit(do_not_specialize_on_alignment=["edges", "numbers"])
+@triton.jit(do_not_specialize_on_alignment=["edges", "numbers", "pages"])
 def _attend(  # type: ignore[no-untyped-def]
     # Triton takes no annotation of a parameter but tl.constexpr.
     to,
@@ -114,6 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
     value_scales,
     edges,
     numbers,
+    pages,
     kept_rows,
     kept_sums,
     arrived,
@@ -188,7 +190,7 @@ def _attend(  # type: ignore[no-untyped-def]
             exists = position < end
             # Unsigned, so that quotients by powers of 2 are shifts.
             place = position.to(tl.uint32)
-            page = tl.load(numbers + first_page + place // page_size, mask=exists, other=0).to(tl.int32)
+            page = tl.load(pages + first_page + place // page_size, mask=exists, other=0).to(tl.int32)
             head_of_page = (page * kv_heads + kv_head).to(tl.int64)
             chunk = head_of_page * (page_size * row_size)
             kv_places = (chunk + place % page_size * head_dim)[:, None] + dimension[None, :]
@@ -314,11 +316,12 @@ def takes_wide_tiles(heads: tuple[int, int, int], dtype: torch.dtype, quantized_
 
 class _Launch(NamedTuple):
     """Items of up to so many blocks. `numbers` as `TritonBackend.numbers` gives them, int64 on the device, with room
-    for at least an item of each of `programs`, which are those of one group of heads."""
+    for at least an item of each of `programs`, which are those of one group of heads; `pages`: what they point to."""
 
     blocks: int
     numbers: torch.Tensor
     programs: int
+    pages: torch.Tensor
 
 
 class TritonPlan:
@@ -356,6 +359,7 @@ class TritonPlan:
                 *layer.scales,
                 one.numbers[:1],
                 one.numbers[1:],
+                one.pages,
                 *self._kept,
                 rule.sinks,
                 rule.scaling * _LOG2_E.value * (2 / rule.softcap if rule.softcap else 1),
@@ -398,43 +402,55 @@ class TritonBackend:
         if sum(span.rows // wide_rows for span in wide) < self._min_wide:
             wide = []
         narrow = [span for span in spans if not wide or span.rows < wide_rows]
-        parts = [(1, self.numbers(narrow)), (_WIDE_BLOCKS, self._numbers(wide, wide_rows, 0))]
         launches = [
-            _Launch(blocks, on_device(numbers, self._device), min(numbers[0], self._programs))
-            for blocks, numbers in parts
-            if numbers[0]
+            self._launch(blocks, cut_into_blocks(some, self._page_size, rows), kept_splits)
+            for blocks, some, rows, kept_splits in (
+                (1, narrow, self._block_rows, self._kept_splits),
+                (_WIDE_BLOCKS, wide, wide_rows, 0),
+            )
+            if some
         ]
         return TritonPlan(launches, self._kept_splits, self._overlap)
 
-    def numbers(self, spans: Sequence[Span]) -> list[int]:
-        """How many items of work there are, the items, and the pages that they read: in blocks.
+    def _launch(self, blocks: int, cut: tuple[list[Block], list[int]], kept_splits: int) -> _Launch:
+        numbers = _numbers(cut[0], kept_splits)
+        both = pinned(np.concatenate((numbers, cut[1])), self._device).to(self._device, non_blocking=True)
+        items, pages = both.split([len(numbers), len(cut[1])])
+        return _Launch(blocks, items, min(int(numbers[0]), self._programs), pages)
 
-        The items that take longest come first. The longest blocks are split, as many as can be kept.
-        """
-        return self._numbers(spans, self._block_rows, self._kept_splits)
+    def numbers(self, spans: Sequence[Span], first_places: Sequence[int]) -> np.ndarray:
+        return _numbers(blocks_of(spans, first_places, self._block_rows), self._kept_splits)
 
-    def _numbers(self, spans: Sequence[Span], max_rows: int, kept_splits: int) -> list[int]:
-        blocks, pages = cut_into_blocks(spans, self._page_size, max_rows)
-        whole: list[tuple[int, ...]] = []
-        split: list[tuple[int, ...]] = []
-        kept = 0
-        for block in sorted(blocks, key=lambda block: -block[1] - block[2]):
-            splits = -(-(block[1] + block[2]) // _SPLIT)
-            if splits > 1 and kept + splits <= kept_splits:
-                split += [(*block, index, kept) for index in range(splits)]
-                kept += splits
-            else:
-                whole.append((*block, 0, -1))
-        items = [*whole, *split]
-        first_page = len(items) * _ITEM_NUMBERS.value
-        numbers = [number for *rows, page, index, kept in items for number in (*rows, first_page + page, index, kept)]
-        return [len(items), *numbers, *pages]
+    def max_numbers(self, rows: int) -> int:
+        return 1 + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
 
-    def max_numbers(self, rows: int, kv_pages: int) -> int:
-        return 1 + kv_pages + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
+    def plan_of(self, numbers: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
+        return TritonPlan([_Launch(1, numbers, self._programs, pages)], self._kept_splits, self._overlap)
 
-    def plan_of(self, numbers: torch.Tensor) -> TritonPlan:
-        return TritonPlan([_Launch(1, numbers, self._programs)], self._kept_splits, self._overlap)
+
+def _numbers(blocks: Sequence[Block], kept_splits: int) -> np.ndarray:
+    """How many items of work there are, and the items.
+
+    Those that take longest come first. The longest blocks are split, as many as `kept_splits` splits allow.
+    """
+    whole: list[tuple[int, ...]] = []
+    split: list[tuple[int, ...]] = []
+    kept = 0
+    for block in sorted(blocks, key=lambda block: -block[1] - block[2]):
+        splits = -(-(block[1] + block[2]) // _SPLIT)
+        if splits > 1 and kept + splits <= kept_splits:
+            split.append((*block, splits, kept))
+            kept += splits
+        else:
+            whole.append((*block, 0, -1))
+    items = np.array([*whole, *split], np.int64).reshape(-1, _ITEM_NUMBERS.value)
+    # A split block is an item for each of its splits.
+    counts = np.ones(len(items), np.int64)
+    counts[len(whole) :] = items[len(whole) :, 4]
+    firsts = counts.cumsum() - counts
+    items = items.repeat(counts, axis=0)
+    items[len(whole) :, 4] = (np.arange(len(items)) - firsts.repeat(counts))[len(whole) :]
+    return np.concatenate(([len(items)], items.ravel()))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -33,6 +33,8 @@ _GRAPH_BYTES = 8 << 20
 # Rows whose sums over a part of their positions attention keeps in float32 (engine/cuda/triton_attention.py), once in
 # passes without a graph and once in those with one: of each the vector of a head and two numbers.
 _KEPT_ROWS = 2 * (1 << 17)
+# Of a row of a graph: the list of a sequence's pages (engine/passes/page_lists.py), for each of its positions.
+_LIST_BYTES = 8 / 16
 # Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
 _VECTORS = 8
 
@@ -115,6 +117,7 @@ def model_memory(
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + 2 * vocabulary * size)
+        workspace += int(graphed_rows * config.get("max_position_embeddings", 0) * _LIST_BYTES)
         codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in QUANTIZED_FAMILIES
         weights, kept = kept_bytes(folder, config, size, quantization, codes)
         return ModelMemory(

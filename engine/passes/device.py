@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 
 
@@ -31,9 +32,9 @@ def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     return pinned(numbers, device).to(device, non_blocking=True)
 
 
-def pinned(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def pinned(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """int64 `[numbers]` on the CPU, where `device` can fetch it by itself."""
-    found = torch.tensor(numbers, dtype=torch.int64)
+    found = torch.from_numpy(np.asarray(numbers, np.int64))
     return found if device.type == "cpu" else host_buffer(found.shape, found.dtype, device).copy_(found)
 
 

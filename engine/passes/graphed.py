@@ -8,15 +8,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, Span, tile_pages
+from engine.attention.backends import AttentionBackend, AttentionPlan, Span
 from engine.attention.paged_step import GroupStep, PagedStep
 from engine.kv.paged_kv import PagedKv
 from engine.passes.device import current, host_buffer
 from engine.passes.eager import forward
 from engine.passes.layout import PreparedPass, TokenBatch
+from engine.passes.page_lists import PageLists
 
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Callable[[], None]]
@@ -26,16 +28,17 @@ Capture = Callable[[Compute], Callable[[], None]]
 class NumberedBackend(AttentionBackend, Protocol):
     """Attention whose plan is numbers alone, so that a graph can be given those of another pass."""
 
-    def numbers(self, spans: Sequence[Span]) -> list[int]:
-        """The plan of a pass."""
+    def numbers(self, spans: Sequence[Span], first_places: Sequence[int]) -> np.ndarray:
+        """The plan of a pass, of whose spans the pages begin at these places of a list."""
         ...
 
-    def max_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers a plan of that many rows over that many pages has at most."""
+    def max_numbers(self, rows: int) -> int:
+        """How many numbers a plan of that many rows has at most."""
         ...
 
-    def plan_of(self, numbers: torch.Tensor) -> AttentionPlan:
-        """`numbers`: int64 on the device, followed by anything. Zeros are the plan of a pass without rows."""
+    def plan_of(self, numbers: torch.Tensor, pages: torch.Tensor) -> AttentionPlan:
+        """`numbers`: int64 on the device, followed by anything. Zeros are the plan of a pass without rows. `pages`: the
+        list of pages there."""
         ...
 
 
@@ -54,6 +57,8 @@ class GraphedPasses:
         self._backend = backend
         self._capture = capture
         self._graphs: dict[int, Callable[[], None]] = {}
+        self._longest = 0
+        self._lists: list[PageLists] = []
         self._inputs = torch.empty(0)
         self._logits = torch.empty(0)
 
@@ -63,9 +68,13 @@ class GraphedPasses:
         return tuple(sorted(self._graphs))
 
     @torch.inference_mode()
-    def capture(self, row_counts: Sequence[int]) -> None:
-        """Makes graphs, the largest first: smaller ones find room in what it needed. Raises whatever the model or
-        torch raises where the model cannot be captured; no graph is left then."""
+    def capture(self, row_counts: Sequence[int], longest: int) -> None:
+        """Makes graphs, the largest first: smaller ones find room in what it needed. No sequence has more than
+        `longest` positions. Raises whatever the model or torch raises where the model cannot be captured; no graph is
+        left then."""
+        lists, size, device = max(row_counts, default=0), self._kv.page_size, self._model.device
+        self._longest = longest
+        self._lists = [PageLists(lists, longest, size, device) for _ in self._kv.groups]
         try:
             with current(self._model.device):
                 for rows in sorted(row_counts, reverse=True):
@@ -84,6 +93,7 @@ class GraphedPasses:
 
     def clear(self) -> None:
         self._graphs.clear()
+        self._lists = []
         self._inputs = torch.empty(0)
         self._logits = torch.empty(0)
 
@@ -94,18 +104,18 @@ class GraphedPasses:
         return counts[index] if index < len(counts) else None
 
     def prepare(self, batch: TokenBatch) -> PreparedPass | None:
-        """None where there is no graph of the batch's row count, or no room in it for the batch's pages."""
+        """None where there is no graph of the batch's row count, or where a sequence is longer than those it is for."""
         rows = batch.padded_rows
-        if rows not in self._graphs:
+        if rows not in self._graphs or any(span.start + span.rows > self._longest for span in batch.spans[0]):
             return None
         started = time.perf_counter()
-        plans = [self._backend.numbers(spans) for spans in batch.spans]
+        plans = [
+            self._backend.numbers(spans, lists.first_places(spans))
+            for spans, lists in zip(batch.spans, self._lists, strict=True)
+        ]
         planning = time.perf_counter() - started
-        numbers = (batch.tokens, batch.positions, batch.logits_rows, *batch.slots, *plans)
         sizes = self._sizes(rows)
-        # Where sequences share pages, their lists can be longer than the pool has pages.
-        if any(len(part) > size for part, size in zip(numbers, sizes, strict=True)):
-            return None
+        numbers = (batch.tokens, batch.positions, batch.logits_rows, *batch.slots, *plans)
         self._write(numbers, [*sizes[:-1], len(plans[-1])])
         if batch.fed is not None:
             self._inputs[: len(batch.fed)].copy_(batch.fed)
@@ -117,11 +127,9 @@ class GraphedPasses:
         return PreparedPass(compute, planning)
 
     def _sizes(self, rows: int) -> list[int]:
-        kept = self._kv.pages + rows * tile_pages(self._kv.page_size)
-        plans = [self._backend.max_numbers(rows, group.slices * kept) for group in self._kv.groups]
-        return [*[rows] * (_ROW_NUMBERS + self._groups), *plans]
+        return [*[rows] * (_ROW_NUMBERS + self._groups), *[self._backend.max_numbers(rows)] * self._groups]
 
-    def _write(self, parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+    def _write(self, parts: Sequence[Sequence[int] | np.ndarray], sizes: Sequence[int]) -> None:
         """One part of the inputs after the other, each with zeros up to its size."""
         staging = host_buffer([sum(sizes)], torch.int64, self._inputs.device).zero_()
         numbers, end = staging.numpy(), 0
@@ -139,7 +147,7 @@ class GraphedPasses:
     def _computed(self, rows: int) -> torch.Tensor:
         sizes = self._sizes(rows)
         tokens, positions, logits_rows, *others = self._inputs[: sum(sizes)].split(sizes)
-        plans = map(self._backend.plan_of, others[self._groups :])
+        plans = map(self._backend.plan_of, others[self._groups :], (lists.pages for lists in self._lists))
         step = PagedStep(self._kv, list(map(GroupStep, others, plans)))
         return forward(self._model, tokens, positions, logits_rows, step)
 

@@ -60,7 +60,7 @@ class TokenBatch:
             start = end - count
             for place, (group, run) in enumerate(zip(kv.groups, sequence.table.runs, strict=True)):
                 pages, freed = kv.places(place, run.pages), run.freed * group.slices
-                spans[place].append(Span(first, count, start, pages, freed))
+                spans[place].append(Span(first, count, start, pages, freed, id(run)))
                 slots[place] += [pages[p // size - freed] * size + p % size for p in range(start, end)]
             if sequence.scored:
                 scored_rows += [first + place for place in sequence.scored]

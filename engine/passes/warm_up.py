@@ -40,15 +40,18 @@ def warm_up(longest: int, runner: ModelRunner, pool: PagePool, has_kernels: bool
 @contextmanager
 def _rows(rows: int, logits: int, longest: int, pool: PagePool, vocabulary: int = 1) -> Iterator[list[BatchedSequence]]:
     """Sequences of so many rows together, of which logits of `logits` are wanted. Where one would be longer than
-    `longest`, for which the pool has pages, there are several, whose KV lies in the same place."""
-    table = PageTable()
-    pool.append(table, min(rows, longest))
+    `longest`, for which the pool has pages, there are several of one text, whose KV lies in the same place."""
+    table, length = PageTable(), min(rows, longest)
+    pool.append(table, length)
+    text = [place % vocabulary for place in range(length)]
     sequences = []
-    for start in range(0, rows, longest):
-        tokens = [row % vocabulary for row in range(start, min(start + longest, rows))]
-        sequences.append(BatchedSequence(table, tokens, min(len(tokens), max(0, logits - start))))
-    yield sequences
-    pool.free(table)
+    for start in range(0, rows, length):
+        count = min(length, rows - start)
+        sequences.append(BatchedSequence(table, text[-count:], min(count, max(0, logits - start))))
+    try:
+        yield sequences
+    finally:
+        pool.free(table)
 
 
 def capture_graphs(
@@ -59,11 +62,11 @@ def capture_graphs(
     graphs = runner.graphs
     if graphs is None:
         return description
-    row_counts = graphed_row_counts(runner.row_counts, description.max_sequence_length)
+    row_counts = graphed_row_counts(runner.row_counts)
     progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
     failure = None
     try:
-        graphs.capture(row_counts)
+        graphs.capture(row_counts, description.max_sequence_length)
     # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
     except Exception as error:
         failure = f"as this model's passes cannot be captured: {_reasons(error)}"
@@ -96,12 +99,8 @@ def _agree_with_graphs(
     """Whether passes of the most and of the fewest rows that run on each graph give the bits that they give without."""
     without = ModelRunner(runner.model, runner.kv, runner.backend, runner.row_counts)
     for rows in sorted({*row_counts, 1, *(count + 1 for count in row_counts[:-1])}):
-        table = PageTable()
-        pool.append(table, rows)
-        sequence = BatchedSequence(table, [row % description.vocabulary_size for row in range(rows)], rows)
-        graphed = runner.run([sequence]).logits.clone()
-        agree = torch.equal(graphed, without.run([sequence]).logits)
-        pool.free(table)
-        if not agree:
-            return False
+        with _rows(rows, rows, description.max_sequence_length, pool, description.vocabulary_size) as sequences:
+            graphed = runner.run(sequences).logits.clone()
+            if not torch.equal(graphed, without.run(sequences).logits):
+                return False
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from types import ModuleType
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.attention.backends import TILE_POSITIONS, Span
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.cuda.setup import GpuPasses
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
+from engine.exactness.calibration import candidate_row_counts
 from engine.kv.pages import PagePool, PageTable
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
@@ -20,6 +24,7 @@ from engine.passes import graphed
 from engine.passes.eager import forward
 from engine.passes.graphed import Capture, Compute
 from engine.passes.layout import BatchedSequence
+from engine.passes.page_lists import PageLists
 from engine.passes.runner import ModelRunner
 from engine.passes.warm_up import capture_graphs
 from engine.sampling.logits_scan import LogitsScan
@@ -107,7 +112,7 @@ def test_graphs_compute_what_passes_compute(kernel: ModuleType, model: PreTraine
         captures, pool = Captures(), PagePool(PAGES, PAGE)
         runner = loaded(kernel, model, captures).runner(pool, None, ())
         assert runner.graphs is not None
-        runner.graphs.capture(row_counts)
+        runner.graphs.capture(row_counts, PAGE * PAGES)
         sequences = Sequences(runner, pool)
         found.append([sequences.feed(*steps) for steps in PASSES])
         assert runner.graphs.row_counts == row_counts
@@ -121,24 +126,70 @@ def test_graphs_compute_what_passes_compute(kernel: ModuleType, model: PreTraine
             )  # heads of other row counts, which in float32 have other bits
 
 
-def test_a_pass_of_more_pages_than_a_graph_holds_goes_without(
-    kernel: ModuleType, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    max_numbers = kernel.TritonBackend.max_numbers
-    monkeypatch.setattr(kernel.TritonBackend, "max_numbers", lambda *given: min(max_numbers(*given), 3 * PAGES))
+def test_sequences_that_list_more_pages_than_there_are_have_a_graph(kernel: ModuleType, model: PreTrainedModel) -> None:
     captures, pool = Captures(), PagePool(PAGES, PAGE)
     runner = loaded(kernel, model, captures).runner(pool, None, ROW_COUNTS)
     assert runner.graphs is not None
-    runner.graphs.capture((1, 2, 4))
-    Sequences(runner, pool).feed((0, 3, 1))
-    assert captures.replays == 1
-    # Sequences that share pages can list more of them than there are.
+    runner.graphs.capture((1, 2, 8), PAGE * PAGES)
     table = PageTable()
     pool.append(table, 10 * PAGE)
-    many = [BatchedSequence(table, [1], 1) for _ in range(4)]
-    shared = runner.run(many).logits
+    tables = [copy.deepcopy(table) for _ in range(8)]
+    shared = runner.run([BatchedSequence(table, [1], 1) for table in tables]).logits
     assert captures.replays == 1
     assert torch.equal(shared, shared[:1].expand_as(shared))
+    # A list has no room beyond the longest sequence.
+    pool.append(table, 2 * PAGE)
+    runner.graphs.capture((1, 2, 8), 11 * PAGE)
+    runner.run([BatchedSequence(table, [1], 1)])
+    assert captures.replays == 1
+
+
+def test_lists_of_pages_follow_their_sequences_by_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of sequences that grow, are cut, end and are taken up by others, with and without pages that a window left."""
+    written: list[int] = []
+    copy_ = torch.Tensor.index_copy_
+
+    def counted(to: torch.Tensor, dim: int, places: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        written.append(len(places))
+        return copy_(to, dim, places, pages)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", counted)
+    lists, draw = PageLists(4, 40 * PAGE, PAGE, CPU), random.Random(0)
+    pages = {owner: [draw.randrange(900)] for owner in range(3)}
+    for _ in range(300):
+        for owner in list(pages):
+            move = draw.random()
+            if move < 0.3:
+                pages[owner] += [draw.randrange(900) for _ in range(min(draw.randrange(1, 4), 40 - len(pages[owner])))]
+            elif move < 0.4:
+                del pages[owner][draw.randrange(1, len(pages[owner]) + 1) :]
+            elif move < 0.45:
+                # Another one, which may be called as one that is gone.
+                del pages[owner]
+                new = draw.choice([name for name in range(9) if name not in pages])
+                pages[new] = [draw.randrange(900) for _ in range(draw.randrange(1, 9))]
+        spans = []
+        for owner in pages:
+            freed = draw.choice((0, 0, len(pages[owner]) // 2))
+            rows = draw.randrange(1, PAGE)
+            start = len(pages[owner]) * PAGE - rows
+            spans.append(Span(0, rows, start, pages[owner][freed:], freed, owner))
+        for span, first in zip(spans, lists.first_places(spans), strict=True):
+            listed = lists.pages[first : first + span.freed + len(span.pages)].tolist()
+            assert listed[span.freed :] == span.pages
+            looked_at = listed[max(0, span.freed - TILE_POSITIONS // PAGE) : span.freed]
+            assert looked_at == [span.pages[0]] * len(looked_at)
+        written.clear()
+        lists.first_places(spans)
+        assert written == []
+    # A sequence that goes on is written the page that is new.
+    table = [*range(30)]
+    lists.first_places([Span(0, 1, 30 * PAGE - 1, table, 0, 77)])
+    written.clear()
+    lists.first_places([Span(0, 1, 30 * PAGE, [*table, 5], 0, 77)])
+    assert written == [1]
 
 
 def test_a_draft_feeds_graphs_with_what_they_chose(kernel: ModuleType, model: PreTrainedModel) -> None:
@@ -196,8 +247,29 @@ def test_graphs_of_other_bits_are_not_used_in_exact_mode(
     assert captures.replays == before
 
 
+def test_as_many_rows_as_run_by_default_have_a_graph_however_short_sequences_are(
+    kernel: ModuleType, model: PreTrainedModel
+) -> None:
+    """256 sequences that decode, of up to as many positions as the pool here has; and 128 that verify three tokens."""
+    captures = Captures()
+    row_counts = candidate_row_counts(600)
+    runner, pool, description = capture_by(loaded(kernel, model, captures), row_counts=row_counts, exact=False)
+    assert description.graphed_row_counts[-3:] == (384, 448, 512)
+    assert len(description.graphed_row_counts) == captures.captured == 19
+    table = PageTable()
+    pool.append(table, 4)
+    for sequences, tokens in ((256, 1), (128, 4), (129, 4)):
+        captures.replays = 0
+        found = runner.run([BatchedSequence(table, [3, 5, 7, 9][-tokens:], 1) for _ in range(sequences)]).logits
+        assert captures.replays == (sequences * tokens <= 512)
+        assert torch.allclose(found, found[:1].expand_as(found), atol=1e-5)
+
+
 def capture_by(
-    loaded_model: LoadedModel, said: list[str] | None = None, row_counts: tuple[int, ...] = ROW_COUNTS
+    loaded_model: LoadedModel,
+    said: list[str] | None = None,
+    row_counts: tuple[int, ...] = ROW_COUNTS,
+    exact: bool = True,
 ) -> tuple[ModelRunner, PagePool, EngineDescription]:
     pool = PagePool(PAGES, PAGE)
     runner = loaded_model.runner(pool, None, row_counts)
@@ -211,7 +283,7 @@ def capture_by(
         total_pages=PAGES,
         max_sequence_length=PAGE * PAGES,
         max_num_batched_tokens=ROW_COUNTS[-1],
-        exact_row_counts=row_counts,
+        exact_row_counts=row_counts if exact else (),
     )
     messages = [] if said is None else said
     description = capture_graphs(description, runner, pool, lambda message, fraction: messages.append(message))
