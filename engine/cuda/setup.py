@@ -87,6 +87,14 @@ class GpuPasses:
 
         fuse_decoder(model, self._make_linear or (lambda linear: linear))
 
+    def use_library(self, model: PreTrainedModel, row_counts: Sequence[int]) -> int:
+        """Lets torch's library multiply where it gives the bits of own products: for how many shapes and row counts."""
+        if self._make_linear is None:
+            return 0
+        from engine.cuda.library_products import use_library
+
+        return use_library(model, row_counts)
+
     def replace_linears(self, model: PreTrainedModel) -> None:
         """Replaces experts and all linear layers by those that give a row the same bits in any company, in place."""
         if self._make_linear is None:

@@ -15,6 +15,7 @@ is its turn, such a kernel writes nothing, and reads nothing but weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +49,10 @@ _SPLIT_ROWS = 192
 _INTERPRETED_SHARED_MEMORY = 163 << 10
 # Outputs that a program of the second kernel adds up.
 _ADDED = 1024
+
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""`[rows, in]`, a weight `[out, in]` and a bias to `[rows, out]`."""
 
 
 class Parts(NamedTuple):
@@ -386,14 +391,29 @@ class TritonLinear(nn.Module):
         self.bias = linear.bias
         device = (linear.codes if isinstance(linear, QuantizedLinear) else linear.weight).device
         self._words = isinstance(linear, QuantizedLinear) and loads_words(device)
-        self._shared_memory = shared_memory_of(device)
+        self.shared_memory = shared_memory_of(device)
+        self._library: tuple[Multiply, frozenset[int]] | None = None
+
+    def use_library(self, multiply: Multiply, row_counts: frozenset[int]) -> None:
+        """Lets `multiply` compute calls of these numbers of rows. To be of the same bits."""
+        self._library = multiply, row_counts
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         rows_in = rows.reshape(-1, self.in_features)
-        outputs = product(rows_in, self.weight, self.bias, self._words, self._shared_memory)
+        outputs = self._by_library(rows_in)
+        if outputs is None:
+            outputs = product(rows_in, self.weight, self.bias, self._words, self.shared_memory)
         return outputs.view(*rows.shape[:-1], self.out_features)
 
     def partial(self, rows: torch.Tensor, overlap: bool = False) -> Parts:
         """What adds up to the outputs for `[rows, in_features]`. With `overlap`, only where kernels can."""
-        return product_parts(rows, self.weight, self.bias, overlap, self._words, self._shared_memory)
+        outputs = self._by_library(rows)
+        if outputs is not None:
+            return Parts(outputs.unsqueeze(0))
+        return product_parts(rows, self.weight, self.bias, overlap, self._words, self.shared_memory)
+
+    def _by_library(self, rows: torch.Tensor) -> torch.Tensor | None:
+        if self._library is None or len(rows) not in self._library[1]:
+            return None
+        return self._library[0](rows, self.weight, self.bias)

@@ -144,7 +144,7 @@ def _target_engine(
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
     replace_layers(loaded, settings.page_size)
-    _make_kernels(loaded, settings)
+    _make_kernels(loaded, settings, progress)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes, head)
     features = None if head is None else Features(loaded.model, head.layers, description.max_num_batched_tokens)
@@ -191,7 +191,7 @@ def _draft_engine(
     replace_layers(loaded, settings.page_size)
     if fed is not None:
         feed_as(loaded.model, fed)
-    _make_kernels(loaded, settings)
+    _make_kernels(loaded, settings, progress)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     has_kernels = loaded.kernels is not None or loaded.solo is not None
@@ -258,14 +258,16 @@ def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
         )
 
 
-def _make_kernels(loaded: LoadedModel, settings: EngineSettings) -> None:
-    """Makes those of a GPU for passes of all row counts, several at a time."""
+def _make_kernels(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> None:
+    """Makes those of a GPU for passes of all row counts, several at a time, and finds what else computes the same."""
     if loaded.gpu is None or loaded.lead is not None:
         return
     row_counts = _candidates(loaded, settings)
     pool = PagePool(-(-row_counts[-1] // settings.page_size), settings.page_size)
     with loaded.gpu.made_ahead():
         warm_up(row_counts[-1], loaded.runner(pool, None, row_counts), pool)
+    found = loaded.gpu.use_library(loaded.model, row_counts)
+    report(f"torch's library has the bits of own products in {found} shapes and row counts", progress)
 
 
 def _candidates(loaded: LoadedModel, settings: EngineSettings) -> tuple[int, ...]:

@@ -115,7 +115,8 @@ class GraphedPasses:
         ]
         planning = time.perf_counter() - started
         sizes = self._sizes(rows)
-        numbers = (batch.tokens, batch.positions, batch.logits_rows, *batch.slots, *plans)
+        numbers: list[Sequence[int] | np.ndarray] = [batch.tokens, batch.positions, batch.logits_rows]
+        numbers += [*batch.slots, *plans]
         self._write(numbers, [*sizes[:-1], len(plans[-1])])
         if batch.fed is not None:
             self._inputs[: len(batch.fed)].copy_(batch.fed)

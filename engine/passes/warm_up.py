@@ -29,7 +29,7 @@ def warm_up(longest: int, runner: ModelRunner, pool: PagePool, has_kernels: bool
     (`has_kernels`), which are the same for all row counts, the smallest and the largest will do."""
     sizes = runner.row_counts
     if has_kernels:
-        sizes = [size for size in sizes if size <= longest]
+        sizes = tuple(size for size in sizes if size <= longest)
         sizes = sizes[:: max(1, len(sizes) - 1)]
     max_logits = _MAX_WARM_LOGITS if has_kernels else runner.max_logits
     for size in sizes:
