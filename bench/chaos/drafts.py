@@ -277,7 +277,10 @@ async def measure(plan: Plan, beside: list[float] | None) -> dict[str, Any]:
         expected: Mapping[Case, Answer] = {} if beside is not None else await plain_answers(client, asked)
         windows: list[tuple[str, Window, dict[str, float]]] = []
         async with ConstantLoad(client, asked, plan.streams) as load:
-            await _until(lambda: load.all_went_on(0.0) and len(load.records) >= plan.streams, "every stream has begun")
+            await _until(
+                lambda: sum(bool(one.arrivals) for one in load.records[: plan.streams]) == plan.streams,
+                "every stream has begun",
+            )
             await asyncio.sleep(3.0)
             for fault in ("none", *struck):
                 used, before = cell.processor_seconds(), await cell.proposed()
