@@ -43,7 +43,7 @@ class PacedEngine:
     def __init__(self, pace: Pace, agreement: float, batch: int, own_draft_id: str = "") -> None:
         self._pace = pace
         self._agreement = agreement
-        self._random = Random(1)
+        self._random = Random()  # one seed would give all turns the same luck
         self.pool = PagePool(_PAGES, _PAGE_SIZE)
         self.description = EngineDescription(
             model_id="paced",
