@@ -19,9 +19,11 @@ from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.statistics import Counters
 
 _PROBE_EVERY = 100
-"""Verify steps of a target between two probes, and between two plain steps while it drafts: about 1 % of its time."""
-_PROBE_ROUNDS = 4
-"""A draft worker reads the prompt in the first round, and two rows of a sequence may be sent before an answer comes."""
+"""Verify steps of a target between two probes, and between two plain steps while it drafts: about 1 % of its time.
+Probes that took more of it come less often."""
+_PROBE_ROUNDS = 5
+"""A draft worker reads the prompt in the first round, the second proposal tells what others cost, and two rows of a
+sequence may be sent before an answer comes."""
 _SEQUENCES_ASKED = 64
 """A decision goes by so many sequences of a target: more would not change much."""
 _SHORTEST_SECONDS = 1e-9
@@ -46,7 +48,7 @@ class Controller:
         if decoded or work.fed:
             figures.cost.observe(seconds, 1.0, decoded + work.fed, decoded, work.kv)
         if work.proposed:
-            figures.drafting_cost.observe(drafting_seconds, work.longest, work.proposed)
+            self._learn_drafting(figures, work, drafting_seconds)
         if not decoded:
             return
         figures.step.observe(seconds)
@@ -57,13 +59,24 @@ class Controller:
             self._decide(target, figures)
         self._count_step(target, figures)
 
+    def _learn_drafting(self, figures: TargetFigures, work: Work, seconds: float) -> None:
+        """The mean is what counts: lookup takes next to nothing in many steps, and the draft behind it all the more in
+        others. A proposal saves as many steps as it has tokens, at most: all that takes twice as long is too long."""
+        step = figures.step.seconds
+        features = 1.0, work.longest, work.proposed, work.starting
+        figures.drafting_cost.observe(min(seconds, 2 * work.longest * step), *features, unit=step)
+        if not work.starting and work.proposed > figures.tried:
+            figures.tried = work.proposed
+        if not figures.length and work.proposed == 1:
+            figures.next_probe += _PROBE_EVERY * min(max(0.0, seconds) / step, 1.0)
+
     def _count_step(self, target: TargetWorker, figures: TargetFigures) -> None:
         """Now and then a target that drafts takes a plain step, else it would never learn that plain steps cost less
         than it thinks; and a sequence that decodes plainly drafts a token, else nothing would be learnt of its draft.
         """
         figures.steps += 1
         figures.plain_step = figures.length > 0 and figures.steps % _PROBE_EVERY == 0
-        if figures.steps % _PROBE_EVERY == _PROBE_EVERY // 2:
+        if figures.steps >= figures.next_probe:
             self._probe(target, figures)
 
     def _probe(self, target: TargetWorker, figures: TargetFigures) -> None:
@@ -73,7 +86,7 @@ class Controller:
             able = filter(self._drafts, target.sequences.values())
             shortest = min(able, key=lambda one: one.length, default=None)
             figures.prober = None if shortest is None else shortest.sequence_id
-        figures.probes_left = _PROBE_ROUNDS
+        figures.probes_left, figures.next_probe = _PROBE_ROUNDS, figures.steps + _PROBE_EVERY / 2
 
     def round(self, target: TargetWorker, sequence: Sequence, asked: int, verified: int, accepted: int) -> None:
         """A round ended. Of the `asked` tokens of a proposal `verified` were there, and `accepted` were taken."""
@@ -84,10 +97,12 @@ class Controller:
             return
         if not verified and target.grant is not None:
             return  # the draft worker was late, or reads the prompt: that says nothing of its model
-        figures.tried = True
         if not figures.length and sequence.sequence_id == figures.prober:
-            # Against expectation: worth other probes at once.
-            figures.probes_left = _PROBE_ROUNDS if accepted and model.chances[0] < 0.5 else 0
+            if accepted and model.chances[0] < 0.5:
+                # Against expectation: worth other probes at once.
+                self._probe(target, figures)
+            elif sequence.proposed_before:
+                figures.probes_left = 0
         model.observe(accepted, asked, len(target.sequences))
 
     def served(self, target: TargetWorker, report: DraftingReport) -> None:
@@ -95,12 +110,11 @@ class Controller:
         figures = target.figures
         if report.asked <= 0:
             return
-        figures.tried = True
         in_time = min(report.in_time, report.asked) / report.asked
         if in_time > figures.in_time and figures.in_time < 0.9:
-            figures.probes_left = _PROBE_ROUNDS  # as above
-        # For a probe, the draft may have had to read what came since the last one: that tells nothing of the others.
-        if in_time > figures.in_time or figures.length:
+            self._probe(target, figures)  # as above
+        # First, the draft reads what came since it was asked: that it is late by then tells nothing of later ones.
+        if in_time > figures.in_time or (figures.length and figures.steps >= figures.reading_until):
             figures.in_time += (1 - FORGET) * (in_time - figures.in_time)
 
     def kv_moved(self, positions: int, seconds: float) -> None:
@@ -145,6 +159,8 @@ class Controller:
         if figures.plain_step:
             return 0
         chosen = figures.length
+        if not figures.tried and figures.prober is None:
+            self._probe(target, figures)
         if not chosen and figures.probes_left and sequence.sequence_id == figures.prober:
             figures.probes_left -= 1
             self._counters.probes += 1
@@ -176,10 +192,11 @@ class Controller:
             return  # those here are cancelled or about to end: the last choice holds for those to come
         if not figures.tried:
             # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
-            self._probe(target, figures)
+            if figures.prober not in target.sequences:
+                self._probe(target, figures)
             return
         base, token, verified, kv = figures.cost.coefficients
-        of_pass, of_token = figures.drafting_cost.coefficients
+        of_step, of_pass, of_token, _ = figures.drafting_cost.coefficients
         count = figures.decided_for
         cycle = Cycle(
             count=count,
@@ -187,7 +204,14 @@ class Controller:
             base=max(base, _SHORTEST_SECONDS),
             row=token + verified,
             kv=kv * fmean(one.length for one in sequences),
+            of_step=of_step,
             of_pass=of_pass,
             of_token=of_token,
         )
-        figures.choice = choose(cycle, model.chances, share, figures.in_time, figures.choice)
+        # A first guess of costs or chances may be far off: what has been tried is at most doubled.
+        chances = model.chances[: max(1, 2 * figures.tried // count)]
+        if not figures.length:
+            figures.reading_until = figures.steps + _PROBE_ROUNDS
+        choice = figures.choice = choose(cycle, chances, share, figures.in_time, figures.choice)
+        if choice.length and figures.steps < figures.reading_until:
+            choice.wait = max(choice.wait, self._config.wait_bound_steps * figures.step.seconds)

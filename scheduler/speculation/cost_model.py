@@ -41,12 +41,16 @@ class LinearCost:
     step that stalled weighs next to nothing, and units do not matter; nor can a step that failed at once weigh more
     than a few (`_SHORTEST`, by the coefficients that were asked for last). Of earlier observations only what speaks of
     the same direction is forgotten (Cao and Schwartz, Automatica 36, 2000, section 3): what a token costs stays known
-    while all steps have one size. Coefficients are first guessed to be in the proportions of `guess`; before the first
-    observation they are 0. The first feature is never 0.
+    while all steps have one size. Coefficients are first guessed to be in the proportions of `guess`, and may be wrong
+    by amounts in the proportions of `doubt`; before the first observation they are 0. The first feature is never 0.
+
+    Where times vary because what is done varies, their mean is wanted: then each has the same weight, by a `unit` of
+    time that does not vary with them.
     """
 
-    def __init__(self, guess: tuple[float, ...]) -> None:
+    def __init__(self, guess: tuple[float, ...], doubt: tuple[float, ...] | None = None) -> None:
         self._guess = guess
+        self._doubt = doubt or guess
         self._solution = [0.0] * len(guess)
         self._solved = True
         self._matrix: list[list[float]] = []
@@ -68,19 +72,21 @@ class LinearCost:
         """Features that are not given are 0."""
         return sum(map(mul, self.coefficients, features))
 
-    def observe(self, seconds: float, *features: float) -> None:
-        if not _is_possible(seconds):
+    def observe(self, seconds: float, *features: float, unit: float = 0.0) -> None:
+        """Without a `unit`, errors count relative to the seconds."""
+        if not (_is_possible(unit or seconds) and 0 <= seconds < 1e9):
             return
         if not self._matrix:
-            unit = seconds / sum(map(mul, self._guess, features))
-            self._solution = [unit * share for share in self._guess]
+            first, doubted = (sum(map(mul, shares, features)) for shares in (self._guess, self._doubt))
+            self._solution = [seconds / first * share for share in self._guess]
             # The guess weighs so little that any few observations overrule it.
-            self._right = [(1 - FORGET) ** 2 / coefficient for coefficient in self._solution]
-            weights = [right / coefficient for right, coefficient in zip(self._right, self._solution, strict=True)]
+            weights = [((1 - FORGET) * doubted / ((unit or seconds) * share)) ** 2 for share in self._doubt]
+            self._right = list(map(mul, weights, self._solution))
             self._matrix = [[w if i == j else 0.0 for j in range(len(weights))] for i, w in enumerate(weights)]
-        unit = seconds
-        if seconds < _SHORTEST * sum(map(mul, self._solution, features)):
-            unit = max(seconds, _SHORTEST * self.predict(*features))
+        if not unit:
+            unit = seconds
+            if seconds < _SHORTEST * sum(map(mul, self._solution, features)):
+                unit = max(seconds, _SHORTEST * self.predict(*features))
         matrix, right = self._matrix, self._right
         places = range(len(right))
         x = [feature / unit for feature in features] + [0.0] * (len(right) - len(features))

@@ -33,27 +33,24 @@ class TargetFigures:
 
     `acceptance` is that of the draft, head or lookup that proposes; None: nobody does. `cost` is that of a step by
     (1, batched tokens, those of them to decode or verify, tokens of KV that are read). What it costs the target to get
-    its proposals, waits included, is `drafting_cost`, by (tokens of the longest, tokens of all). `step` is the time of
-    a step that decodes, by which `wait_bound` counts. `in_time` is the share of proposals that were there when they
-    were asked for.
+    its proposals, waits included, is `drafting_cost`, by (1, tokens of the longest, tokens of all, sequences for which
+    nothing was asked the round before: who proposes reads first what has come since it was). `step` is the time of a
+    step that decodes, by which `wait_bound` counts. `in_time` is the share of proposals that were there when they were
+    asked for.
 
-    Nothing is chosen before a proposal was `tried`. In a `plain_step`, no sequence drafts. The sequence `prober` drafts
-    a token in `probes_left` more rounds, even where the others decode plainly.
+    Where nothing was asked the round before, a proposal tells little of what the next ones cost: `tried` is the most
+    tokens of a step without such sequences, and 0 before the first. In a `plain_step`, no sequence drafts. The sequence
+    `prober` drafts a token in `probes_left` more rounds, even where the others decode plainly; its next probe is due
+    after so many `steps`. Up to the step `reading_until`, a draft worker has to read the texts of those that draft now.
     """
 
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
-        self.acceptance = acceptance
         self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3))
-        # The first try is of one sequence. Whether more of them cost more is learnt only where they are tried as well.
-        self.drafting_cost = LinearCost((1.0, TOKEN_SHARE**2))
         self.step = MeanSeconds(initial_step_seconds)
-        self.in_time = 1.0
-        self.choice: Choice | None = None
-        self.tried = False
-        self.rounds = self.decided_for = self.steps = 0
+        self.rounds = self.decided_for = self.steps = self.reading_until = 0
+        self.next_probe = 0.0
         self.plain_step = False
-        self.prober: int | None = None
-        self.probes_left = 0
+        self.change_proposer(acceptance)
 
     @property
     def length(self) -> int:
@@ -62,10 +59,15 @@ class TargetFigures:
         return 0 if choice is None else choice.length
 
     def change_proposer(self, acceptance: ModelAcceptance | None) -> None:
-        """Another worker proposes; what was chosen stays where it has the same model."""
-        self.in_time, self.prober = 1.0, None
-        if acceptance is not self.acceptance:
-            self.acceptance, self.choice, self.tried = acceptance, None, False
+        """Another worker proposes. Of another one, only the acceptance of its model is known."""
+        self.acceptance = acceptance
+        # The first try is of one sequence. That more tokens cost more is learnt where more are tried.
+        self.drafting_cost = LinearCost((1.0, 1.0, 0.0, 1.0), (1.0, 1.0, TOKEN_SHARE, 1.0))
+        self.in_time = 1.0
+        self.choice: Choice | None = None
+        self.tried = 0
+        self.prober: int | None = None
+        self.probes_left = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Cycle:
     """Seconds of a target by which a cycle is predicted.
 
     The target verifies its `count` sequences in `parts` steps, each of which takes `base`; a sequence takes `kv` and a
-    token to verify `row`. What is proposed takes `of_pass` of each step for each token of the longest proposal, and
+    token to verify `row`. Proposals take `of_step` of each step, `of_pass` for each token of the longest, and
     `of_token` for each token of all.
     """
 
@@ -82,6 +84,7 @@ class Cycle:
     base: float
     row: float
     kv: float
+    of_step: float
     of_pass: float
     of_token: float
 
@@ -91,7 +94,8 @@ class Cycle:
 
     def seconds(self, longest: int, drafted: float) -> float:
         """With proposing them, where the longest proposal has so many."""
-        return self.verification(drafted) + self.parts * longest * self.of_pass + self.count * drafted * self.of_token
+        of_steps = self.parts * (self.of_step + longest * self.of_pass)
+        return self.verification(drafted) + of_steps + self.count * drafted * self.of_token
 
 
 def choose(cycle: Cycle, chances: list[float], share: float, in_time: float, before: Choice | None) -> Choice:

@@ -32,13 +32,14 @@ class KvEntry:
 class Work:
     """What a step does: the tokens that it decodes or verifies, the other tokens that it feeds, and the tokens of KV
     that its pass reads. `proposed` counts the tokens that it may verify, and `longest` those of the row with most:
-    the passes of whoever proposes. How many of them were `verified` is known from the answer."""
+    the passes of whoever proposes. For `starting` of these sequences nothing was asked the round before."""
 
     decoded: int = 0
     fed: int = 0
     kv: int = 0
     proposed: int = 0
     longest: int = 0
+    starting: int = 0
 
     def add(self, verify: int, kv: int) -> None:
         """A row that decodes a token, verifies up to `verify` proposed ones, and reads `kv` tokens of KV."""

@@ -57,6 +57,8 @@ class Sequence:
         # One round.
         self.verify = 0
         """Proposed tokens that the next row may verify: as many as the row before asked for."""
+        self.proposed_before = False
+        """Whether the last row might verify any, and they were there in time."""
         self.due = 0.0
         """From which of the target's groups on an IDLE sequence must not be passed over any more."""
 

@@ -45,8 +45,9 @@ class Rounds:
     def _learn_costs(self, target: TargetWorker, step: Step, event: StepCompleted) -> None:
         work, verified = step.work, 0
         for row, result in zip(step.rows, event.results, strict=True):
-            if 0 < result.verified <= row.verify:
-                verified += result.verified
+            if row.verify:
+                verified += result.verified if 0 < result.verified <= row.verify else 0
+                work.starting += not (row.abandoned or target.sequences[row.sequence_id].proposed_before)
             if work.fed:
                 # KV that a worker took over from other sequences took no time, nor did a chunk that was sent before an
                 # answer told that the worker has KV of its tokens.
@@ -122,6 +123,7 @@ class Rounds:
             self._shapes.append((before, verified))
             asked = 0 if sequence.request.expected_output else row.verify
             self._controller.round(target, sequence, asked, verified, accepted)
+            sequence.proposed_before = verified > 0 or (row.verify > 0 and target.grant is None)
             lengths = self._counters.draft_lengths
             lengths[asked] = lengths.get(asked, 0) + 1
         emitted, reason = sequence.commit(tokens)
