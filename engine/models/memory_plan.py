@@ -21,8 +21,8 @@ MAX_LOGITS_ROWS = 512
 
 SHAPED_AT_ONCE = 1 << 23
 """Numbers of rows of logits that a GPU changes, filters or orders at a time (engine/sampling/sampler.py)."""
-# For each of them: scores, noise, weights and their order, in 4 or 8 bytes each.
-_SHAPING_BYTES = 64
+SHAPING_BYTES = 64
+"""For each of them: scores, noise, weights and their order, in 4 or 8 bytes each."""
 
 # What a process has on a GPU before it loads anything, and gaps between what it has there later: an allowance.
 _CONTEXT_BYTES = 768 << 20
@@ -30,6 +30,8 @@ _CONTEXT_BYTES = 768 << 20
 _LIBRARY_BYTES = 4 * (32 << 20)
 # Of a CUDA graph: its kernels' parameters, on the device.
 _GRAPH_BYTES = 8 << 20
+BESIDE_TENSORS = _CONTEXT_BYTES + _LIBRARY_BYTES + MOST_GRAPHS * _GRAPH_BYTES
+"""What CUDA, its libraries and graphs have, which is no tensor's."""
 # Rows whose sums over a part of their positions attention keeps in float32 (engine/cuda/triton_attention.py), once in
 # passes without a graph and once in those with one: of each the vector of a head and two numbers.
 _KEPT_ROWS = 2 * (1 << 17)
@@ -111,12 +113,12 @@ def model_memory(
         kv_row = kv_row_bytes(head_dim, size, quantized_kv)
         vocabulary, logits_rows = config["vocab_size"], min(MAX_LOGITS_ROWS, max_num_batched_tokens)
         row = _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
-        workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4
+        workspace = BESIDE_TENSORS + _KEPT_ROWS * (head_dim + 2) * 4
         workspace += max_num_batched_tokens * row + logits_rows * vocabulary * size
-        workspace += _SHAPING_BYTES * min(SHAPED_AT_ONCE, logits_rows * vocabulary)
+        workspace += SHAPING_BYTES * min(SHAPED_AT_ONCE, logits_rows * vocabulary)
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
-        workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + 2 * vocabulary * size)
+        workspace += graphed_rows * (row + 2 * vocabulary * size)
         workspace += int(graphed_rows * config.get("max_position_embeddings", 0) * _LIST_BYTES)
         codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in QUANTIZED_FAMILIES
         weights, kept = kept_bytes(folder, config, size, quantization, codes)
