@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
-from triton.compiler import max_shared_mem
+from triton.runtime import driver
 
 from engine.cuda.launches import launch
 from engine.quantization.layers import QuantizedLinear
@@ -115,7 +115,8 @@ def shared_memory_of(device: torch.device) -> int:
     which Triton refuses a kernel."""
     if device.type != "cuda":
         return _INTERPRETED_SHARED_MEMORY
-    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def overlaps(device: torch.device) -> bool:
