@@ -43,7 +43,7 @@ _TURNS = 5
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Tokens per second of all streams together, and their share of the ideal. `scheduler_cpu` is the share of a core
-    that the scheduler's process uses. `round_microseconds` are of a mean round (bench/control_plane/scheduler.py).
+    that the scheduler's process uses. `round_microseconds` tell where a round's time goes: see `Rounds`.
     `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
 
     batch: int

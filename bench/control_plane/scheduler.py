@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 from scheduler.config import SchedulerConfig
@@ -29,31 +31,29 @@ class Rounds(ServiceObserver):
 
     def __init__(self) -> None:
         self._answered: float | None = None
-        self._steps = 0
-        self._seconds = dict.fromkeys(("passes", "worker", "waiting", "scheduler", "queued"), 0.0)
+        self._seconds = defaultdict[str, list[float]](list)
 
     def step_sent(self, step: SendStep, now: float) -> None:
         if self._answered is not None:
-            self._seconds["scheduler"] += now - self._answered
+            self._seconds["scheduler"].append(now - self._answered)
             self._answered = None
 
     def step_replied(self, step: SendStep, answer: StepCompleted, timings: StepTimings, now: float) -> None:
         passes, between = timings.forward + timings.drafting, min(timings.idle, timings.queued)
         self._answered = now
-        self._steps += 1
         for name, seconds in (
             ("passes", passes),
             ("worker", timings.total - passes + between),
             ("waiting", timings.idle - between),
             ("queued", timings.queued),
         ):
-            self._seconds[name] += seconds
+            self._seconds[name].append(seconds)
 
     def take(self) -> dict[str, float]:
-        """Microseconds of a round, the mean of those since it was called last."""
-        steps, seconds = max(1, self._steps), self._seconds
-        self._steps, self._seconds = 0, dict.fromkeys(seconds, 0.0)
-        return {name: 1e6 * each / steps for name, each in seconds.items()}
+        """Microseconds, the medians of the rounds since it was called last."""
+        taken = {name: 1e6 * median(seconds) for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
 
 
 @asynccontextmanager
