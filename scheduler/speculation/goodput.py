@@ -35,7 +35,7 @@ class TargetFigures:
     (1, batched tokens, those of them to decode or verify, tokens of KV that are read). What it costs the target to get
     its proposals, waits included, is `drafting_cost`, by (1, tokens of the longest, tokens of all, sequences for which
     nothing was asked the round before: who proposes reads first what has come since it was). `step` is the time of a
-    step that decodes, by which the wait bound counts. `in_time` is the share of proposals that were there when they were
+    step that decodes, in which waits are counted. `in_time` is the share of proposals that were there when they were
     asked for.
 
     Where nothing was asked the round before, a proposal tells little of what the next ones cost: `tried` is the most
