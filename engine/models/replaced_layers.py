@@ -15,7 +15,8 @@ from engine.passes.runner import ModelRunner
 
 _PROMPT_TOKENS = 64
 # Relative errors of one layer, at most. Those of several are roundings that know nothing of each other: they grow with
-# the square root of the number of layers.
+# the square root of the number of layers. SmolLM2-135M in bfloat16 is 0.016 off float32, of 0.086 for its 30 layers;
+# layers with a fault are 0.5 off and more (tests/unit/engine/test_replaced_layers.py).
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-13}
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PACKAGES = [pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
 DATA = ("engine/cpu/csrc", "engine/demo/assets", "services/gateway/dashboard/page")
 # They need triton and vllm, which serving on a CPU does without, and what only measurements need.
-NOT_FOR_SERVING = r"engine\.cuda\.(triton_.*|fused_decoder)|bench(\..*)?"
+NOT_FOR_SERVING = r"engine\.cuda\.(triton_.*|fused_decoder|launches|library_products)|bench(\..*)?"
 IMPORT_ALL = f"""
 import importlib, pkgutil, re, sys
 for package in {PACKAGES}:

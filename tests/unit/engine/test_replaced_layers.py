@@ -53,7 +53,7 @@ def loaded_model(family: str, dtype: torch.dtype, layers: int = 2) -> LoadedMode
     [
         ("llama", 1, torch.float32),
         ("llama", 1, torch.float16),
-        ("qwen3", 6, torch.bfloat16),
+        pytest.param("qwen3", 6, torch.bfloat16, marks=pytest.mark.slow),
         ("glm4", 2, torch.bfloat16),
         ("qwen3_moe", 2, torch.bfloat16),
     ],
@@ -130,7 +130,11 @@ WRONG: dict[str, tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
 
 @pytest.mark.parametrize(
-    ("fault", "dtype"), [*((fault, torch.bfloat16) for fault in WRONG), ("positions", torch.float16)]
+    ("fault", "dtype"),
+    [
+        *(pytest.param(fault, torch.bfloat16, marks=pytest.mark.slow) for fault in WRONG),
+        ("positions", torch.float16),
+    ],
 )
 def test_layers_that_compute_something_else_are_refused(
     decoder: ModuleType, fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
