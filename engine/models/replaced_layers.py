@@ -14,9 +14,10 @@ from engine.passes.layout import BatchedSequence, TokenBatch
 from engine.passes.runner import ModelRunner
 
 _PROMPT_TOKENS = 64
-# Relative errors of one layer, at most. Those of several are roundings that know nothing of each other: they grow with
-# the square root of the number of layers. SmolLM2-135M in bfloat16 is 0.016 off float32, of 0.086 for its 30 layers;
-# layers with a fault are 0.5 off and more (tests/unit/engine/test_replaced_layers.py).
+# Relative errors of one layer, at most. Those of several, of the embedding and of the last norm are roundings that know
+# nothing of each other: they grow with the square root of their number. SmolLM2-135M in bfloat16 is 0.016 off float32,
+# of 0.088 for its 30 layers; small random models reach half of what is allowed, and those with a fault are 0.5 off and
+# more (tests/unit/engine/test_replaced_layers.py).
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-13}
 
 
@@ -30,7 +31,7 @@ def replace_layers(loaded: LoadedModel, page_size: int) -> None:
     pool = PagePool(-(-_PROMPT_TOKENS // page_size), page_size)
     runner = loaded.runner(pool, loaded.unrestricted_form(page_size), ())
     own = _last_hidden_state(runner, pool)
-    tolerance = _TOLERANCES[model.dtype] * model.config.get_text_config(decoder=True).num_hidden_layers ** 0.5
+    tolerance = _TOLERANCES[model.dtype] * (model.config.get_text_config(decoder=True).num_hidden_layers + 2) ** 0.5
 
     def check(what: str) -> None:
         with gpu.made_ahead():
