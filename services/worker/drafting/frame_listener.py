@@ -18,15 +18,13 @@ from services.worker.drafting.target_stream import TargetStream
 _SECRET_SECONDS = 5.0
 _CLOSING_SECONDS = 5.0
 
-Read = Callable[[AsyncIterator[draft_pb2.DraftRequest], TargetStream], Awaitable[None]]
-"""Takes in the requests of a stream until they end."""
-
 
 class FrameListener:
     """A connection is its stream's once it has sent the stream's secret, which counts once; any other is closed. Of
     those that have sent none yet there are at most `MAX_STREAMS`: whoever comes then is spoken to by gRPC alone."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Callable[[AsyncIterator[draft_pb2.DraftRequest], TargetStream], Awaitable[None]]) -> None:
+        """`read` takes in the requests of a stream until they end."""
         self._read = read
         self._server: asyncio.Server | None = None
         self._offered: dict[bytes, TargetStream] = {}

@@ -38,8 +38,6 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._vocabulary_size = vocabulary_size
         self._streams: dict[str, TargetStream] = {}
         self._grants: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._empty = asyncio.Event()
-        self._empty.set()
         self._frames: FrameListener | None = None
         self.draining = False
 
@@ -59,10 +57,6 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             stream.end(BadMessageError("the draft worker is leaving", "UNAVAILABLE"))
         if self._frames is not None:
             self._frames.stop()
-
-    async def wait_empty(self) -> None:
-        """Waits until no target has a stream."""
-        await self._empty.wait()
 
     async def Propose(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
@@ -101,8 +95,6 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             self._frames.withdraw(stream)
         if self._streams.get(stream.target_id) is stream:
             del self._streams[stream.target_id]
-        if not self._streams:
-            self._empty.set()
 
     async def _admitted(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> TargetStream:
         """The stream that the first message opens; an earlier one of the target ends. Raises BadMessageError."""
@@ -130,9 +122,8 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
         self._grants.move_to_end(target_id)
         while len(self._grants) > _REMEMBERED_GRANTS:
             self._grants.popitem(last=False)
-        stream = self._streams[target_id] = TargetStream(target_id, self._free)
-        self._empty.clear()
-        return stream
+        self._streams[target_id] = TargetStream(target_id, self._free)
+        return self._streams[target_id]
 
     def _check(self, grant: worker_pb2.DraftGrant) -> None:
         """Raises BadMessageError for a grant that does not hold."""

@@ -29,11 +29,9 @@ class _Victim:
 
     @property
     def excused(self) -> bool:
-        """Whether the loss has a reason of its own: the worker leaves, drains, or its connection was cut meanwhile. Of
-        a draft worker, a target may never know, since it was given another one before it noticed."""
-        worker, process = self.worker, self.worker.process
-        unknown = worker.plan.role is Role.DRAFT and process.left_unnoticed
-        return worker.leaving or worker.draining or unknown or process.broken_until >= self.arrived
+        """Whether the loss has a reason of its own: the worker leaves, drains, or its connection was cut meanwhile."""
+        worker = self.worker
+        return worker.leaving or worker.draining or worker.process.broken_until >= self.arrived
 
 
 class Poisons:

@@ -27,8 +27,6 @@ class Process:
         self.alive = True
         self.broken_until = float("-inf")
         """Until when the other end may not have noticed that a connection of this process was cut while both lived."""
-        self.left_unnoticed = False
-        """Whether a client gave up a call to this process after its death, and before it had noticed that."""
         self.calls: dict[Call, None] = {}
         self.threads: list[VirtualThread] = []
         self._tasks: list[asyncio.Task[Any]] = []

@@ -247,8 +247,6 @@ class Call:
     def cancel(self, error: grpc.aio.AioRpcError | None = None) -> None:
         """The client reads no more, or this error."""
         if not self._ended and self.client.alive:
-            if self.server is not None and not self.server.alive:
-                self.server.left_unnoticed = True
             self._up(self._stop_handler)
         self._finish(error)
 
