@@ -89,3 +89,12 @@ def test_other_rows_of_a_call_do_not_leak_in(kernel: ModuleType) -> None:
     before = kernel.product(inputs, weight, bias)
     inputs[7:] = float("nan")
     assert torch.equal(kernel.product(inputs, weight, bias)[:7], before[:7])
+
+
+@pytest.mark.parametrize("shared_memory", [64 << 10, 99 << 10, 227 << 10])
+def test_bits_do_not_depend_on_the_shared_memory_of_a_device(kernel: ModuleType, shared_memory: int) -> None:
+    """Which decides how many rows a tile has."""
+    inputs, weight, bias = operands(200, EVEN)
+    assert torch.equal(
+        kernel.product(inputs, weight, bias, shared_memory=shared_memory), kernel.product(inputs, weight, bias)
+    )
