@@ -20,7 +20,9 @@ class KernelScan(LogitsScan):
         return self._kernels.argmax(scores) if self._kernels.scans(scores) else super().argmax(scores)
 
     def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
-        return self._kernels.draw(scores, draws, token_ids) if self._kernels.scans(scores) else None
+        if not self._kernels.scans(scores):
+            return None
+        return self._kernels.draw(scores, [(draw.key, draw.temperature) for draw in draws], token_ids)
 
     def digests(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
         return self._kernels.digests(scores, rows) if self._kernels.scans(scores) else super().digests(scores, rows)

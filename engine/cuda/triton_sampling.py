@@ -1,23 +1,34 @@
 """The choice of tokens on a GPU without a host that waits: Triton kernels which give the tokens of
 engine/sampling/sampler.py.
 
-The vocabulary is cut in chunks. Tokens are decided by the exact operations of engine/sampling/noise.py and
-engine/sampling/ieee_math.py; exponentials of the device decide only which chunks are looked at closely.
+The vocabulary is cut in chunks, of which many programs look at a row's. Filters keep the first tokens of a row in the
+order of their keys: a key is the bits of a token's deficit, which order like the number, above its column. How many
+tokens, or how much of their weight, lies below some levels of deficit says which of them can be kept; those are listed,
+and the last key that is kept is found among them by bisection. Counts and weights are whole numbers, whose sums have no
+order. Tokens are decided by the exact operations of engine/sampling/noise.py and engine/sampling/ieee_math.py;
+exponentials of the device decide only which tokens are looked at closely.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from engine.models.memory_plan import SHAPED_AT_ONCE
 from engine.passes.device import current, on_device
+from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
+from engine.sampling.logits_shaping import WEIGHT_BITS
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+
+if TYPE_CHECKING:
+    from engine.sampling.sampler import SamplingContext
 
 CHUNK = 1024
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -27,6 +38,22 @@ _MARGIN = tl.constexpr(RACE_MARGIN)
 _LN2 = tl.constexpr(math.log(2))
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _INF = tl.constexpr(math.inf)
+_LOG2_E, _LN2_HIGH, _LN2_LOW = tl.constexpr(LOG2_E), tl.constexpr(LN2_HIGH), tl.constexpr(LN2_LOW)
+_LARGEST_DEFICIT = tl.constexpr(-LOWEST_EXPONENT)
+_WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
+# Added to a smaller number and taken away again, it leaves the whole number next to it, the even one of two.
+_ROUNDS = tl.constexpr(1.5 * 2.0**23)
+# Numbers of a row in `draws`: the key of its noise, the bits of its temperature (float32), top_k, the bits of top_p and
+# of the least weight that is kept (float64), and one to have all rows at multiples of 16 bytes.
+_FIELDS = tl.constexpr(6)
+# Of the column in a key. Weights of more tokens than it can name would not add up exactly.
+_COLUMN_BITS, _COLUMN = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
+# Deficits 1, 1.25, 1.5, 1.75, 2, 2.5, ..., 224, and a last one that none reaches.
+_LEVELS = tl.constexpr(32)
+# What all bits of deficits are less than: those of infinity, and one.
+_PAST_ALL = tl.constexpr(0x7F800001)
+# Keys at a time: when they are measured, and when they are decided by float64 numbers, of which some GPUs compute few.
+_MEASURED, _DECIDED = tl.constexpr(1024), tl.constexpr(64)
 
 
 @triton.jit
@@ -36,15 +63,25 @@ def _noise(draws, row, token_ids, column, exists):  # type: ignore[no-untyped-de
     token = column.to(tl.uint64)
     if token_ids is not None:
         token = tl.load(token_ids + column, mask=exists, other=0).to(tl.uint64)
-    bits = (token + 1) * _GOLDEN + tl.load(draws + row).to(tl.uint64)
+    bits = (token + 1) * _GOLDEN + tl.load(draws + row * _FIELDS).to(tl.uint64)
     bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
     bits = (bits ^ (bits >> 27)) * _MULTIPLIER_2
     return (bits >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _temperature(draws, row, rows):  # type: ignore[no-untyped-def]
-    return tl.load(draws + rows + row).to(tl.int32).to(tl.float32, bitcast=True)
+def _temperature(draws, row):  # type: ignore[no-untyped-def]
+    return tl.load(draws + row * _FIELDS + 1).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _filters(draws, row, size):  # type: ignore[no-untyped-def]
+    """top_k, 0 where it excludes nothing; top_p; the least weight that is kept; whether a token can be excluded."""
+    top_k = tl.load(draws + row * _FIELDS + 2)
+    top_k = tl.where(top_k < size, top_k, 0)
+    top_p = tl.load(draws + row * _FIELDS + 3).to(tl.float64, bitcast=True)
+    least = tl.load(draws + row * _FIELDS + 4).to(tl.float64, bitcast=True)
+    return top_k, top_p, least, (top_k > 0) | (top_p < 1) | (least > 0)
 
 
 @triton.jit
@@ -72,83 +109,226 @@ def _scores(logits, row, row_stride, column, exists):  # type: ignore[no-untyped
     return tl.where(score == score, score, _INF)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _deficit_bits(top, score, temperature):  # type: ignore[no-untyped-def]
+    """As `deficits`; of -0, those of 0."""
+    return tl.div_rn(top - score, temperature).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _weight(bits):  # type: ignore[no-untyped-def]
+    """Of deficits with these bits: as `weights`, operation by operation."""
+    deficit = bits.to(tl.float32, bitcast=True)
+    bounded = -tl.minimum(deficit, _LARGEST_DEFICIT)
+    halvings = (bounded * _LOG2_E + _ROUNDS) - _ROUNDS
+    rest = bounded - halvings * _LN2_HIGH - halvings * _LN2_LOW
+    series = tl.full(rest.shape, 1 / 5040, tl.float32)
+    series = series * rest + 1 / 720
+    series = series * rest + 1 / 120
+    series = series * rest + 1 / 24
+    series = series * rest + 1 / 6
+    series = series * rest + 1 / 2
+    series = series * rest + 1.0
+    series = series * rest + 1.0
+    power = ((halvings.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    weight = tl.where(deficit > _LARGEST_DEFICIT, 0.0, series * power)
+    return (weight * _WEIGHT).to(tl.int64)
+
+
+@triton.jit
+def _level(level):  # type: ignore[no-untyped-def]
+    """What bits of deficits below the level are less than."""
+    return tl.where(level < _LEVELS - 1, (127 << 23) + (level << 21), _PAST_ALL)
+
+
+@triton.jit
+def _key_bits(key):  # type: ignore[no-untyped-def]
+    return (key >> _COLUMN_BITS).to(tl.int32)
+
+
+@triton.jit
+def _measured(listed, count, last, weighted: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of the listed keys are not above the last, or the sum of their weights."""
+    total = tl.zeros((_MEASURED,), tl.int64)
+    for first in range(0, count, _MEASURED):
+        place = first + tl.arange(0, _MEASURED)
+        key = tl.load(listed + place, mask=place < count, other=0)
+        measured = (place < count) & (key <= last)
+        if weighted:
+            total += tl.where(measured, _weight(_key_bits(key)), 0)
+        else:
+            total += measured.to(tl.int64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _least_key(listed, count, low, high, target, weighted: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The least from `low` on with which the target is measured, `high` if none below does."""
+    while low < high:
+        middle = (low + high) >> 1
+        enough = _measured(listed, count, middle, weighted).to(tl.float64) >= target
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
+    return high
+
+
+@triton.jit
+def _arrivals(deficit, draws, row, token_ids, column, exists):  # type: ignore[no-untyped-def]
+    return (_noise(draws, row, token_ids, column, exists).to(tl.float32) + 0.5) * tl.exp(deficit)
+
+
+@triton.jit
+def _kept(listed, count, first, last, least, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the next listed keys, the deficits, the columns, and which of them the filters leave."""
+    place = first + tl.arange(0, size)
+    key = tl.load(listed + place, mask=place < count, other=0)
+    bits = _key_bits(key)
+    kept = (place < count) & (key <= last) & (_weight(bits).to(tl.float64) >= least)
+    return bits.to(tl.float32, bitcast=True), (key & _COLUMN).to(tl.int32), kept
+
+
+@triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    largest, best, arrivals, columns, logits, draws, token_ids, row_stride, size, rows, chunk_size: tl.constexpr
+    largest, columns, arrivals, sums, logits, draws, token_ids, row_stride, size, chunk_size: tl.constexpr
 ):
-    """One chunk of a row: its largest score, the first column of it, the first arrival."""
+    """One chunk of a row: its largest score, the first column of it, and the first arrival of all its tokens. The sums
+    of a row begin with 0."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     place = row * tl.num_programs(0) + chunk
     column = chunk * chunk_size + tl.arange(0, chunk_size)
     exists = column < size
     score = _scores(logits, row, row_stride, column, exists)
     top = tl.max(score, 0)
-    base = tl.where(top == -_INF, 0.0, top)
     tl.store(largest + place, top)
-    tl.store(best + place, top)
     tl.store(columns + place, tl.min(tl.where(score == top, column, size), 0))
     if draws is not None:
-        temperature = _temperature(draws, row, rows)
+        temperature = _temperature(draws, row)
         if temperature > 0:
-            noise = _noise(draws, row, token_ids, column, exists).to(tl.float32) + 0.5
-            tl.store(arrivals + place, tl.min(noise * tl.exp((base - score) / temperature), 0))
+            base = tl.where(top == -_INF, 0.0, top)
+            arrival = _arrivals((base - score) / temperature, draws, row, token_ids, column, exists)
+            tl.store(arrivals + place, tl.min(arrival, 0))
+    if sums is not None:
+        if chunk == 0:
+            tl.store(sums + row * _LEVELS + tl.arange(0, _LEVELS), tl.zeros((_LEVELS,), tl.int64))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _score(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    sums, largest, logits, draws, row_stride, size, chunk_size: tl.constexpr, chunks: tl.constexpr
+):
+    """One chunk of a row with filters: adds to the row's sums its tokens below each level or, without top_k, their
+    weights. `chunks` is padded."""
+    chunk, row, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    top_k, _, _, filters = _filters(draws, row, size)
+    temperature = _temperature(draws, row)
+    place = tl.arange(0, chunks)
+    top = tl.max(tl.load(largest + row * count + place, mask=place < count, other=-_INF), 0)
+    if filters & (temperature > 0) & (tl.abs(top) < _INF):
+        column = chunk * chunk_size + tl.arange(0, chunk_size)
+        exists = column < size
+        bits = _deficit_bits(top, _scores(logits, row, row_stride, column, exists), temperature)
+        measure = tl.where(exists, tl.where(top_k > 0, 1, _weight(bits)), 0)
+        levels = tl.arange(0, _LEVELS)
+        found = tl.zeros((_LEVELS,), tl.int64)
+        for level in range(_LEVELS):
+            below = tl.sum(tl.where(bits < _level(level), measure, 0), 0)
+            found = tl.where(levels == level, below, found)
+        tl.atomic_add(sums + row * _LEVELS + levels, found)
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    tokens,
+    listed,
     largest,
-    best,
-    arrivals,
     columns,
+    arrivals,
+    sums,
     logits,
     draws,
     token_ids,
     row_stride,
     size,
-    rows,
+    count,
     chunk_size: tl.constexpr,
     chunks: tl.constexpr,
 ):
-    """One chunk of a row that is drawn: its best token, unless no token of the chunk can be the row's. As
-    `_front_runners` and `_winners` of the sampler. `chunks` is padded."""
-    chunk, row, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    temperature = _temperature(draws, row, rows)
-    if temperature > 0:
-        place = row * count + tl.arange(0, chunks)
-        exists = tl.arange(0, chunks) < count
-        tops = tl.load(largest + place, mask=exists, other=-_INF)
-        top = tl.max(tops, 0)
-        first = tl.load(arrivals + place, mask=exists, other=_INF) * tl.exp((top - tops) / temperature)
-        own = row * count + chunk
-        own_first = tl.load(arrivals + own) * tl.exp((top - tl.load(largest + own)) / temperature)
-        if own_first <= tl.min(first, 0) * _MARGIN:
-            column = chunk * chunk_size + tl.arange(0, chunk_size)
-            in_row = column < size
-            deficit = tl.div_rn(top - _scores(logits, row, row_stride, column, in_row), temperature)
-            half_up = _noise(draws, row, token_ids, column, in_row).to(tl.float64) + 0.5
-            gumbel = -_log(-_log(1.0 - half_up * (1 / 4294967296)))
-            score = tl.where(in_row, gumbel.to(tl.float32) - deficit, -_INF)
-            won = tl.max(score, 0)
-            tl.store(best + own, won)
-            tl.store(columns + own, tl.min(tl.where((score == won) & in_row, column, size), 0))
-        else:
-            tl.store(best + own, -_INF)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _choose(  # type: ignore[no-untyped-def]
-    tokens, largest, best, columns, token_ids, size, count, chunks: tl.constexpr
-):
-    """One row, of `count` chunks; `chunks` is padded."""
+    """One row, of `count` chunks; `chunks` is padded. Drawn as by `_front_runners` and `_winners` of the sampler."""
     row = tl.program_id(0)
     place = row * count + tl.arange(0, chunks)
     exists = tl.arange(0, chunks) < count
     tops = tl.load(largest + place, mask=exists, other=-_INF)
     top = tl.max(tops, 0)
-    scores = tl.load(best + place, mask=exists, other=-_INF)
-    won = (scores == tl.max(scores, 0)) & exists
-    # A row without a token may have no best column either.
-    column = tl.minimum(tl.min(tl.where(won, tl.load(columns + place, mask=exists, other=0), size), 0), size - 1)
+    first_column = tl.load(columns + place, mask=exists, other=0)
+    column = tl.min(tl.where((tops == top) & exists, first_column, size), 0)
+    if draws is not None:
+        temperature = _temperature(draws, row)
+        if (temperature > 0) & (tl.abs(top) < _INF):
+            listed += row.to(tl.int64) * size
+            firsts = tl.load(arrivals + place, mask=exists, other=_INF) * tl.exp((top - tops) / temperature)
+            limit = tl.min(firsts, 0) * _MARGIN
+            end, low = tl.full((), _PAST_ALL, tl.int32), tl.full((), 0, tl.int32)
+            top_k, top_p, least, filters = _filters(draws, row, size)
+            total = tl.full((), 0, tl.int64)
+            if sums is not None:
+                if filters:
+                    levels = tl.arange(0, _LEVELS)
+                    found = tl.load(sums + row * _LEVELS + levels)
+                    total = tl.max(found, 0)
+                    target = tl.where(top_k > 0, top_k.to(tl.float64), total.to(tl.float64) * top_p)
+                    # Weights do not fall strictly with deficits, but nearly.
+                    weights = _weight(tl.minimum(_level(levels), _PAST_ALL - 1)).to(tl.float64)
+                    none_later = (weights * 1.001 < least) & ((top_k == 0) | (top_p >= 1))
+                    enough = (found.to(tl.float64) >= target) | none_later
+                    level = tl.min(tl.where(enough, levels, _LEVELS - 1), 0)
+                    end, low = _level(level), tl.where(level > 0, _level(level - 1), 0)
+                    limit = tl.full((), _INF, tl.float32)
+            listed_count = 0
+            for chunk in range(count):
+                own = row * count + chunk
+                own_top = tl.load(largest + own)
+                own_first = tl.load(arrivals + own) * tl.exp((top - own_top) / temperature)
+                if (_deficit_bits(top, own_top, temperature) < end) & (filters | (own_first <= limit)):
+                    of_chunk = chunk * chunk_size + tl.arange(0, chunk_size)
+                    bits = _deficit_bits(top, _scores(logits, row, row_stride, of_chunk, of_chunk < size), temperature)
+                    arrival = _arrivals(
+                        bits.to(tl.float32, bitcast=True), draws, row, token_ids, of_chunk, of_chunk < size
+                    )
+                    taken = (of_chunk < size) & (bits < end) & (arrival <= limit)
+                    at = listed_count + tl.cumsum(taken.to(tl.int32), 0) - 1
+                    tl.store(listed + at, (bits.to(tl.int64) << _COLUMN_BITS) | of_chunk, mask=taken)
+                    listed_count += tl.sum(taken.to(tl.int32), 0)
+            # Other threads read what these have written.
+            tl.debug_barrier()
+            last, first_key = end.to(tl.int64) << _COLUMN_BITS, low.to(tl.int64) << _COLUMN_BITS
+            if filters:
+                if top_k > 0:
+                    last = _least_key(listed, listed_count, first_key, last, top_k.to(tl.float64), False)
+                    total = _measured(listed, listed_count, last, True)
+                    first_key = first_key * 0
+                if top_p < 1:
+                    last = _least_key(listed, listed_count, first_key, last, total.to(tl.float64) * top_p, True)
+            earliest = tl.full((_MEASURED,), _INF, tl.float32)
+            for first in range(0, listed_count, _MEASURED):
+                deficit, named, kept = _kept(listed, listed_count, first, last, least, _MEASURED)
+                arrival = _arrivals(deficit, draws, row, token_ids, named, kept)
+                earliest = tl.minimum(earliest, tl.where(kept, arrival, _INF))
+            limit = tl.min(earliest, 0) * _MARGIN
+            best = tl.full((_DECIDED,), -_INF, tl.float32)
+            best_column = tl.full((_DECIDED,), 0, tl.int32) + size
+            for first in range(0, listed_count, _DECIDED):
+                deficit, named, kept = _kept(listed, listed_count, first, last, least, _DECIDED)
+                kept &= _arrivals(deficit, draws, row, token_ids, named, kept) <= limit
+                if tl.max(kept.to(tl.int32), 0) > 0:
+                    half_up = _noise(draws, row, token_ids, named, kept).to(tl.float64) + 0.5
+                    gumbel = -_log(-_log(1.0 - half_up * (1 / 4294967296)))
+                    score = tl.where(kept, gumbel.to(tl.float32) - deficit, -_INF)
+                    # Columns ascend, and the first of equal scores stays.
+                    best_column = tl.where(score > best, named, best_column)
+                    best = tl.maximum(best, score)
+            column = tl.min(tl.where(best == tl.max(best, 0), best_column, size), 0)
+    # A row without a token may have no column either.
+    column = tl.minimum(column, size - 1)
     token = column.to(tl.int64)
     if token_ids is not None:
         token = tl.load(token_ids + column)
@@ -161,30 +341,83 @@ class TritonScan(LogitsScan):
     def choose(
         self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        (rows, size), device = scores.shape, scores.device
+        size, device = scores.shape[1], scores.device
+        if size > 1 << _COLUMN_BITS.value:
+            raise ValueError(f"the vocabulary has {size} tokens, must have at most {1 << _COLUMN_BITS.value}")
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
-        stride, count = scores.stride(0), triton.cdiv(size, CHUNK)
-        chunks = triton.next_power_of_2(count)
-        # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes.
-        numbers = -(-rows * count // 4) * 4
-        largest, best, arrivals = torch.empty(3, numbers, dtype=torch.float32, device=device)
-        columns = torch.empty(rows, count, dtype=torch.int32, device=device)
-        tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        keys, temperatures = zip(*draws, strict=True)
-        drawn = None
-        if any(temperatures):
-            # The bits of temperatures, so that one tensor holds both.
-            drawn = on_device([*keys, *array("i", array("f", temperatures).tobytes())], device)
-        given = (scores, drawn, token_ids, stride, size, rows)
+        given = None
+        if any(draw.temperature for draw in draws):
+            given = on_device(_numbers(draws), device).view(len(draws), _FIELDS.value)
+        filters = any(draw.temperature and draw.filters for draw in draws)
+        tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
         with current(device):
-            _scan[(count, rows)](largest, best, arrivals, columns, *given, CHUNK)
-            if drawn is not None:
-                # A multiplication and an addition in one operation give other bits than both.
-                _score[(count, rows)](largest, best, arrivals, columns, *given, CHUNK, chunks, enable_fp_fusion=False)
-            _choose[(rows,)](tokens, largest, best, columns, token_ids, size, count, chunks)
+            for rows in row_slices(len(draws), size):
+                own = None if given is None else given[rows]
+                _choose_rows(tokens[rows], scores[rows], own, filters, token_ids)
         return tokens
 
-    def draw(
-        self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SamplingContext], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        return self.choose(scores, draws, token_ids)
+        if any(row.changes_scores for row in rows):
+            return None
+        return self.choose(logits, [row.draw for row in rows], token_ids)
+
+
+def _numbers(draws: Sequence[Draw]) -> list[int]:
+    """As kernels take them, see `_FIELDS`."""
+    temperatures = array("i", array("f", [draw.temperature for draw in draws]).tobytes())
+    exact = array("q", array("d", [x for draw in draws for x in (draw.top_p, draw.min_p * _WEIGHT.value)]).tobytes())
+    found = list[int]()
+    for place, (draw, temperature) in enumerate(zip(draws, temperatures, strict=True)):
+        found += draw.key, temperature, draw.top_k, *exact[2 * place : 2 * place + 2], 0
+    return found
+
+
+def row_slices(rows: int, size: int) -> Iterator[slice]:
+    """Whose keys fit into what is planned for them. Begins at multiples of 16 bytes, whatever the rows hold: Triton
+    compiles another kernel for a tensor that does not."""
+    step = max(1, SHAPED_AT_ONCE // size)
+    step -= step % 16 if step > 16 else 0
+    for first in range(0, rows, step):
+        yield slice(first, min(rows, first + step))
+
+
+def _choose_rows(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    draws: torch.Tensor | None,
+    filters: bool,
+    token_ids: torch.Tensor | None,
+) -> None:
+    (rows, size), device, stride = scores.shape, scores.device, scores.stride(0)
+    count = triton.cdiv(size, CHUNK)
+    chunks = triton.next_power_of_2(count)
+    largest, arrivals = (torch.empty(rows, count, dtype=torch.float32, device=device) for _ in range(2))
+    columns = torch.empty(rows, count, dtype=torch.int32, device=device)
+    listed = sums = None
+    if draws is not None:
+        listed = torch.empty(rows, size, dtype=torch.int64, device=device)
+    if filters:
+        sums = torch.empty(rows, _LEVELS.value, dtype=torch.int64, device=device)
+    _scan[(count, rows)](largest, columns, arrivals, sums, scores, draws, token_ids, stride, size, CHUNK)
+    # A multiplication and an addition in one operation give other bits than both.
+    if sums is not None:
+        _weigh[(count, rows)](sums, largest, scores, draws, stride, size, CHUNK, chunks, enable_fp_fusion=False)
+    _choose[(rows,)](
+        tokens,
+        listed,
+        largest,
+        columns,
+        arrivals,
+        sums,
+        scores,
+        draws,
+        token_ids,
+        stride,
+        size,
+        count,
+        CHUNK,
+        chunks,
+        enable_fp_fusion=False,
+    )

@@ -17,7 +17,7 @@ from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import SamplingContext, draw_of, sample_tokens, takes_any_token
+from engine.sampling.sampler import SamplingContext, draw_of, sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
 
@@ -181,7 +181,7 @@ class DraftEngine:
         output_tokens = len(row.history) - row.prompt_length
         if row.sampling.grammar is not None or changes_scores(row.sampling, output_tokens):
             return False
-        return row.sampling.greedy or (self._scan.draws and takes_any_token(row.sampling))
+        return row.sampling.greedy or self._scan.draws
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:

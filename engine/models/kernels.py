@@ -47,6 +47,15 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
     return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules, settings.quantized_kv)
 
 
+# The first rows are greedy, the next ones drawn from all tokens, and the last ones filtered: kernels differ.
+_TRIED_AT_ONCE = (8, 16, 32)
+
+
+def _tried(number: int) -> SamplingContext:
+    filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.01} if number >= 16 else {}
+    return SamplingContext(SamplingParameters(temperature=number // 8 * 0.4, seed=number, **filters), number, (), 0)
+
+
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
     """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU."""
     if loaded.gpu is None:
@@ -56,16 +65,16 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
 
     model, size = loaded.model, loaded.vocabulary.size if token_ids is None else token_ids.numel()
     wide = torch.randn(32, -(-size // 16) * 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    rows = [SamplingContext(SamplingParameters(temperature=n // 8 * 0.4, seed=n), n, (), 0) for n in range(32)]
+    rows = [_tried(number) for number in range(32)]
     scan, logits, on_gpu = TritonScan(), wide[:, :size], wide.to(model.device)[:, :size]
     try:
-        found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in (8, 32)]
+        found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in _TRIED_AT_ONCE]
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
         return LogitsScan()
     expected = sample_tokens(logits, rows, None if token_ids is None else token_ids.cpu())
-    if found != [expected[:8], expected]:
+    if found != [expected[:count] for count in _TRIED_AT_ONCE]:
         logger.warning("tokens are chosen by torch, as the Triton kernels choose others")
         return LogitsScan()
     return scan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,27 @@ from torch.nn.functional import embedding, pad
 from engine.passes.device import on_device
 from engine.sampling.noise import noise_bits
 
+if TYPE_CHECKING:
+    from engine.sampling.sampler import SamplingContext
+
 RACE_MARGIN = 24.0
 """Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""
 
-Draw = tuple[int, float]
-"""How a row's token is drawn: the key of its noise, and the temperature. At 0 the largest score wins."""
+
+class Draw(NamedTuple):
+    """How a row's token is drawn: the key of its noise, and the temperature, at 0 of which the largest score wins; and
+    the filters, which leave all tokens by default."""
+
+    key: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 _BUCKET = 128
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
@@ -31,7 +48,7 @@ _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in r
 
 class LogitsScan:
     draws = False
-    """Whether `choose` takes temperatures above 0."""
+    """Whether `choose` takes temperatures above 0 and filters."""
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Column (int64) and value (float32) of the first largest score of each row [R, V]; a row with NaN has the
@@ -52,14 +69,18 @@ class LogitsScan:
         return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
     def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor:
-        """The token that `sample_tokens` gives each row [R, V] without filters or changes of its scores (int64,
-        negative in place of None), on the device of the scores, without waiting for it. `token_ids` as there."""
+        """The token that `sample_tokens` gives each row [R, V] whose scores nothing changes (int64, negative in place of
+        None), on the device of the scores, without waiting for it. `token_ids` as there."""
         columns, largest = self.argmax(scores)
         tokens = columns if token_ids is None else token_ids[columns]
         return torch.where(largest.isfinite(), tokens, -1)
 
     def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
-        """As `choose`; None where these scores are not drawn from here."""
+        """As `choose`, of rows without filters; None where these scores are not drawn from here."""
+        return None
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None = None) -> Tensor | None:
+        """All that `sample_tokens` does for the rows, as `choose` gives it; None where it is not done here."""
         return None
 
     @torch.inference_mode()

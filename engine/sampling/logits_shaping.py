@@ -20,7 +20,7 @@ from engine.sampling.ieee_math import exp_of_negative
 from scheduler.sampling import SamplingParameters
 
 # Weights are whole multiples of 2^-34 of the most likely token's: 2^18 of them still add up exactly in float64.
-_WEIGHT_BITS = 34
+WEIGHT_BITS = 34
 # Tokens that are put in order at first, and then; only where the filters keep more is the whole vocabulary ordered.
 _PREFIXES = (512, 8192)
 _ARRAY_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
@@ -150,7 +150,7 @@ def _kept_prefix(deficit: Tensor, rows: Sequence[SamplingParameters], size: int)
     min_p = _on_device([sampling.min_p for sampling in rows], torch.float64, deficit)[:, None]
     before = (sums - weights).to(torch.float64)
     within_p = (before < total.to(torch.float64) * top_p) | (top_p >= 1)
-    likely = weights.to(torch.float64) >= min_p * 2.0**_WEIGHT_BITS
+    likely = weights.to(torch.float64) >= min_p * 2.0**WEIGHT_BITS
     kept = within_k & within_p & likely
     # The best token stays whatever the filters say.
     kept[:, 0] = True
@@ -171,7 +171,7 @@ def in_order(deficit: Tensor, size: int) -> Tensor:
 
 def _weights(deficit: Tensor) -> Tensor:
     """Probabilities relative to the row's largest, as whole multiples of 2^-34: sums do not depend on their order."""
-    return (exp_of_negative(deficit) * 2.0**_WEIGHT_BITS).to(torch.int64)
+    return (exp_of_negative(deficit) * 2.0**WEIGHT_BITS).to(torch.int64)
 
 
 def _on_device(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -59,6 +59,10 @@ class SamplingContext:
         """Whether the parameters change this row's logits before temperature."""
         return changes_scores(self.sampling, self.output_tokens, self.must_end)
 
+    @property
+    def draw(self) -> Draw:
+        return draw_of(self.sampling, self.position)
+
     @classmethod
     def after(cls, row: VerifyRow | ProposeRow, tokens: Sequence[int]) -> SamplingContext:
         """Of the token that follows the row's history and then these."""
@@ -94,12 +98,15 @@ def sample_tokens(
         raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
     if not rows:
         return []
+    chosen_there = scan.sample(logits, rows, token_ids)
+    if chosen_there is not None:
+        return _known(chosen_there)
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     changes = [row.changes_scores for row in rows]
     left: Sequence[int] = [i for i, row in enumerate(rows) if changes[i] or not takes_any_token(row.sampling)]
     drawn_there = None
     if len(left) < len(rows):
-        drawn_there = scan.draw(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
+        drawn_there = scan.draw(logits, [row.draw for row in rows], token_ids)
     if drawn_there is None:
         left = range(len(rows))
     elif left:
@@ -140,10 +147,11 @@ def takes_any_token(sampling: SamplingParameters) -> bool:
 
 
 def draw_of(sampling: SamplingParameters, position: int) -> Draw:
-    """How the token at a position is drawn, where nothing changes the scores and no token is left out."""
+    """How the token at a position is drawn, where nothing changes the scores."""
     if sampling.greedy:
-        return 0, 0.0
-    return row_key(sampling.seed, position), max(sampling.temperature, SMALLEST_TEMPERATURE)
+        return Draw()
+    temperature = max(sampling.temperature, SMALLEST_TEMPERATURE)
+    return Draw(row_key(sampling.seed, position), temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def _candidates(

@@ -105,13 +105,14 @@ def decoder_rows(
 
 
 def sampling(
-    architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool
+    architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool, top_k: int = 0
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_sampling import TritonScan
+    from engine.sampling.logits_scan import Draw
 
     logits = torch.zeros(2, 151_936, dtype=dtype)
     token_ids = torch.arange(151_936) if some_tokens else None
-    yield lambda: TritonScan().choose(logits, [(1, temperature)] * 2, token_ids)
+    yield lambda: TritonScan().choose(logits, [Draw(1, temperature, top_k)] * 2, token_ids)
 
 
 def experts(architecture: int, dtype: torch.dtype, has_bias: bool) -> Iterator[Callable[[], object]]:
@@ -184,11 +185,14 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("rows", (80, BF16, 64, 2048, 1, True)),
     ("rows", (90, BF16, 128, 5120, 4, True)),
     ("rows", (100, FP32, 96, 16384, 2, True)),
-    ("sampling", (80, BF16, 0.7, False)),
+    ("sampling", (80, BF16, 0.7, False, 20)),
+    ("sampling", (86, BF16, 0.7, False, 20)),
+    ("sampling", (89, FP16, 0.7, False, 20)),
     ("sampling", (90, FP32, 0.7, True)),
     ("sampling", (90, BF16, 0.0, True)),
-    ("sampling", (100, FP32, 0.7, True)),
-    ("sampling", (120, BF16, 0.7, False)),
+    ("sampling", (90, BF16, 0.7, False, 20)),
+    ("sampling", (100, FP32, 0.7, True, 20)),
+    ("sampling", (120, BF16, 0.7, False, 20)),
     ("experts", (80, BF16, True)),
     ("experts", (89, BF16, False)),
     ("experts", (90, BF16, False)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.logits_scan import KernelScan
-from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import ISAS, compiled_kernels
@@ -74,13 +74,13 @@ def row(number: int, temperature: float, **changes: Any) -> SamplingContext:
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (5, 1025), (2, 49152)])
 def test_the_first_largest_is_found(scan: LogitsScan, place: Place, case: str, rows: int, size: int) -> None:
     scores = scores_like(place, case, rows, size)
-    assert scan.choose(scores, [(0, 0.0)] * rows).tolist() == [line.index(max(line)) for line in scores.tolist()]
+    assert scan.choose(scores, [Draw()] * rows).tolist() == [line.index(max(line)) for line in scores.tolist()]
 
 
 def test_both_zeros_are_one_score(scan: LogitsScan, place: Place) -> None:
     scores = torch.full((2, 100), -1.0, dtype=place[1])
     scores[:, 40], scores[:, 70] = torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])
-    assert scan.choose(scores, [(0, 0.0)] * 2).tolist() == [40, 40]
+    assert scan.choose(scores, [Draw()] * 2).tolist() == [40, 40]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
