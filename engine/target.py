@@ -20,7 +20,7 @@ from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.sampler import SamplingContext, choose_tokens, known
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
@@ -115,10 +115,12 @@ class TargetEngine:
         spans = _spans(rows)
         failed = self._constrain(rows, spans, logits, contexts, masking)
         asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
-        # Those of drafts that are not accepted, too: a GPU computes them while the host has yet to wait for tokens.
-        digested = self._scan.digests(logits, asked) if asked else None
-        sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
-        digests = iter([] if digested is None else digested.tolist())
+        numbers = choose_tokens(logits, contexts, scan=self._scan)
+        if asked:
+            # Those of drafts that are not accepted, too: a GPU's host waits once for all.
+            numbers = torch.cat([numbers, self._scan.digests(logits, asked)])
+        found = numbers.tolist()
+        sampled, digests = known(found[: len(contexts)]), iter(found[len(contexts) :])
         outcomes = list[RowOutcome]()
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
             if index in failed:

@@ -14,17 +14,20 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
-from engine.models.memory_plan import SHAPED_AT_ONCE
-from engine.passes.device import current, on_device
+from engine.models.memory_plan import LISTED_AT_ONCE
+from engine.passes.device import current, host_buffer, on_device
 from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
-from engine.sampling.logits_shaping import WEIGHT_BITS
+from engine.sampling.logits_shaping import WEIGHT_BITS, Change
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 if TYPE_CHECKING:
@@ -57,16 +60,21 @@ _MEASURED, _DECIDED = tl.constexpr(1024), tl.constexpr(64)
 
 
 @triton.jit
-def _noise(draws, row, token_ids, column, exists):  # type: ignore[no-untyped-def]
-    """As `noise_bits`, the top 32 bits."""
+def _noise_bits(keys, numbers):  # type: ignore[no-untyped-def]
+    """As `noise_bits`."""
     # Triton takes no annotation of a parameter but tl.constexpr.
+    bits = (numbers.to(tl.uint64) + 1) * _GOLDEN + keys.to(tl.uint64)
+    bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
+    return (bits ^ (bits >> 27)) * _MULTIPLIER_2
+
+
+@triton.jit
+def _noise(draws, row, token_ids, column, exists):  # type: ignore[no-untyped-def]
+    """The top 32 bits."""
     token = column.to(tl.uint64)
     if token_ids is not None:
         token = tl.load(token_ids + column, mask=exists, other=0).to(tl.uint64)
-    bits = (token + 1) * _GOLDEN + tl.load(draws + row * _FIELDS).to(tl.uint64)
-    bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
-    bits = (bits ^ (bits >> 27)) * _MULTIPLIER_2
-    return (bits >> 32).to(tl.uint32)
+    return (_noise_bits(tl.load(draws + row * _FIELDS), token) >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -188,6 +196,88 @@ def _kept(listed, count, first, last, least, size: tl.constexpr):  # type: ignor
 
 
 @triton.jit
+def _found(tokens, exists, token_ids, size):  # type: ignore[no-untyped-def]
+    """The columns of those of the tokens that have one, by bisection, and which these are."""
+    low, high = tl.zeros_like(tokens), tl.zeros_like(tokens) + (size - 1)
+    for _ in range(_COLUMN_BITS):
+        middle = (low + high) >> 1
+        below = tl.load(token_ids + middle, mask=exists, other=0) < tokens
+        low, high = tl.where(below, tl.minimum(middle + 1, high), low), tl.where(below, high, middle)
+    return low, exists & (tl.load(token_ids + low, mask=exists, other=0) == tokens)
+
+
+@triton.jit
+def _change(scores, words, ends, token_ids, size, kinds: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row of scores, in place: as `change_scores`. Its words of each kind begin where those before end; a word is
+    a token above the bits of a number."""
+    row = tl.program_id(0)
+    scores += row.to(tl.int64) * size
+    for kind in tl.static_range(kinds):
+        begin, end = tl.load(ends + row * kinds + kind), tl.load(ends + row * kinds + kind + 1)
+        for first in range(begin, end, _MEASURED):
+            place = first + tl.arange(0, _MEASURED)
+            word = tl.load(words + place, mask=place < end, other=0)
+            column = word >> 32
+            exists = (place < end) & (column >= 0)
+            if token_ids is None:
+                exists &= column < size
+            else:
+                column, exists = _found(column, exists, token_ids, size)
+            number = word.to(tl.int32).to(tl.float32, bitcast=True)
+            score = tl.load(scores + column, mask=exists, other=0.0)
+            if kind == 0:
+                score = tl.where(score < 0, score * number, tl.div_rn(score, number))
+            elif kind == 1:
+                score = score - number
+            elif kind == 2:
+                score = score + number
+            elif kind == 3:
+                # NaN stays.
+                score = tl.where(score > number, number, score)
+            else:
+                score = number
+            tl.store(scores + column, score, mask=exists)
+        # Other threads change what these have changed.
+        tl.debug_barrier()
+
+
+@triton.jit
+def _forbid(  # type: ignore[no-untyped-def]
+    scores, rows, allowed, token_ids, row_stride, size, bytes_of_row, chunk_size: tl.constexpr
+):
+    chunk, line = tl.program_id(0), tl.program_id(1)
+    column = chunk * chunk_size + tl.arange(0, chunk_size)
+    exists = column < size
+    token = column.to(tl.int64)
+    if token_ids is not None:
+        token = tl.load(token_ids + column, mask=exists, other=0)
+    byte = tl.load(allowed + line.to(tl.int64) * bytes_of_row + (token >> 3), mask=exists, other=255).to(tl.int32)
+    forbidden = exists & (((byte >> (token & 7).to(tl.int32)) & 1) == 0)
+    scores += tl.load(rows + line) * row_stride
+    score = tl.load(scores + column, mask=forbidden, other=0.0).to(tl.float32)
+    # NaN stays: its row has no token.
+    tl.store(scores + column, tl.where(score == score, -_INF, score), mask=forbidden)
+
+
+@triton.jit
+def _digest(  # type: ignore[no-untyped-def]
+    digests, scores, rows, row_stride, size, per_word: tl.constexpr, chunk_size: tl.constexpr
+):
+    """Some words of a row: adds their part to its digest. As `digests` of the scan."""
+    chunk, line = tl.program_id(0), tl.program_id(1)
+    place = chunk * chunk_size + tl.arange(0, chunk_size)
+    scores += tl.load(rows + line) * row_stride
+    bits: tl.constexpr = 64 // per_word
+    word = tl.zeros((chunk_size,), tl.int64)
+    for part in tl.static_range(per_word):
+        at = place * per_word + part
+        score = tl.load(scores + at, mask=at < size, other=0).to(tl.int64)
+        word |= (score & ((1 << bits) - 1)) << (part * bits)
+    mixed = _noise_bits(_noise_bits(word, place), place).to(tl.int64)
+    tl.atomic_add(digests + line, tl.sum(tl.where(place * per_word < size, mixed, 0), 0))
+
+
+@triton.jit
 def _scan(  # type: ignore[no-untyped-def]
     largest, columns, arrivals, sums, logits, draws, token_ids, row_stride, size, chunk_size: tl.constexpr
 ):
@@ -207,7 +297,8 @@ def _scan(  # type: ignore[no-untyped-def]
             base = tl.where(top == -_INF, 0.0, top)
             arrival = _arrivals((base - score) / temperature, draws, row, token_ids, column, exists)
             tl.store(arrivals + place, tl.min(arrival, 0))
-    if sums is not None:
+    # Triton compiles all of an `and`.
+    if sums is not None:  # noqa: SIM102
         if chunk == 0:
             tl.store(sums + row * _LEVELS + tl.arange(0, _LEVELS), tl.zeros((_LEVELS,), tl.int64))
 
@@ -270,7 +361,7 @@ def _choose(  # type: ignore[no-untyped-def]
             end, low = tl.full((), _PAST_ALL, tl.int32), tl.full((), 0, tl.int32)
             top_k, top_p, least, filters = _filters(draws, row, size)
             total = tl.full((), 0, tl.int64)
-            if sums is not None:
+            if sums is not None:  # noqa: SIM102
                 if filters:
                     levels = tl.arange(0, _LEVELS)
                     found = tl.load(sums + row * _LEVELS + levels)
@@ -338,8 +429,53 @@ def _choose(  # type: ignore[no-untyped-def]
 class TritonScan(LogitsScan):
     draws = True
 
+    def __init__(self, listed_at_once: int = LISTED_AT_ONCE) -> None:
+        """So many numbers of rows are sampled at a time; see the memory plan."""
+        self._listed_at_once = listed_at_once
+
     def choose(
         self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._choose(scores, draws, token_ids, None)
+
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SamplingContext], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        changed = any(row.changes_scores for row in rows)
+        draws = [row.draw for row in rows]
+        return self._choose(logits, draws, token_ids, _Changes.of(rows, logits.device) if changed else None)
+
+    @torch.inference_mode()
+    def digests(self, scores: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        size, device, per_word = scores.shape[1], scores.device, 8 // scores.element_size()
+        digests, which = torch.zeros(len(rows), dtype=torch.int64, device=device), on_device(rows, device)
+        bits = scores.view(torch.int16 if per_word == 4 else torch.int32)
+        with current(device):
+            _digest[(triton.cdiv(size, CHUNK * per_word), len(rows))](
+                digests, bits, which, scores.stride(0), size, per_word, CHUNK
+            )
+        return digests
+
+    @torch.inference_mode()
+    def forbid(
+        self,
+        scores: torch.Tensor,
+        rows: Sequence[int],
+        allowed: NDArray[np.uint8],
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
+        size, device = scores.shape[1], scores.device
+        which, bits = on_device(rows, device), _uploaded(torch.from_numpy(np.ascontiguousarray(allowed)), device)
+        grid = (triton.cdiv(size, CHUNK), len(rows))
+        with current(device):
+            _forbid[grid](scores, which, bits, token_ids, scores.stride(0), size, bits.shape[1], CHUNK)
+
+    def _choose(
+        self,
+        scores: torch.Tensor,
+        draws: Sequence[Draw],
+        token_ids: torch.Tensor | None,
+        changes: _Changes | None,
     ) -> torch.Tensor:
         size, device = scores.shape[1], scores.device
         if size > 1 << _COLUMN_BITS.value:
@@ -351,17 +487,43 @@ class TritonScan(LogitsScan):
         filters = any(draw.temperature and draw.filters for draw in draws)
         tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
         with current(device):
-            for rows in row_slices(len(draws), size):
-                own = None if given is None else given[rows]
-                _choose_rows(tokens[rows], scores[rows], own, filters, token_ids)
+            for rows in _row_slices(len(draws), self._listed_at_once // size):
+                own = scores[rows] if changes is None else changes.applied(scores[rows], rows.start, token_ids)
+                _choose_rows(tokens[rows], own, None if given is None else given[rows], filters, token_ids)
         return tokens
 
-    def sample(
-        self, logits: torch.Tensor, rows: Sequence[SamplingContext], token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        if any(row.changes_scores for row in rows):
-            return None
-        return self.choose(logits, [row.draw for row in rows], token_ids)
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """As `_change` takes them, for all rows."""
+
+    words: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingContext], device: torch.device) -> _Changes:
+        tokens, numbers, ends = array("q"), array("f"), [0]
+        for row in rows:
+            changes = dict(row.changes()) if row.changes_scores else {}
+            for kind in Change:
+                tokens.extend(changes.get(kind, {}).keys())
+                numbers.extend(changes.get(kind, {}).values())
+                ends.append(len(tokens))
+        low = torch.tensor(array("i", numbers.tobytes()), dtype=torch.int64) & 0xFFFFFFFF
+        return cls(_uploaded(torch.tensor(tokens, dtype=torch.int64) << 32 | low, device), on_device(ends, device))
+
+    def applied(self, scores: torch.Tensor, first: int, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """A float32 copy of scores [R, V] of the rows from the `first` on, changed."""
+        changed = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        ends = self.ends[first * len(Change) :]
+        _change[(len(changed),)](
+            changed, self.words, ends, token_ids, changed.shape[1], len(Change), enable_fp_fusion=False
+        )
+        return changed
+
+
+def _uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host_buffer(numbers.shape, numbers.dtype, device).copy_(numbers).to(device, non_blocking=True)
 
 
 def _numbers(draws: Sequence[Draw]) -> list[int]:
@@ -374,11 +536,9 @@ def _numbers(draws: Sequence[Draw]) -> list[int]:
     return found
 
 
-def row_slices(rows: int, size: int) -> Iterator[slice]:
-    """Whose keys fit into what is planned for them. Begins at multiples of 16 bytes, whatever the rows hold: Triton
-    compiles another kernel for a tensor that does not."""
-    step = max(1, SHAPED_AT_ONCE // size)
-    step -= step % 16 if step > 16 else 0
+def _row_slices(rows: int, at_once: int) -> Iterator[slice]:
+    """Begin at multiples of 16 bytes: Triton compiles another kernel for a tensor that does not."""
+    step = at_once - at_once % 16 if at_once > 16 else max(1, at_once)
     for first in range(0, rows, step):
         yield slice(first, min(rows, first + step))
 

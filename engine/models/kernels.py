@@ -47,13 +47,22 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
     return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules, settings.quantized_kv)
 
 
-# The first rows are greedy, the next ones drawn from all tokens, and the last ones filtered: kernels differ.
-_TRIED_AT_ONCE = (8, 16, 32)
+# The first rows are greedy, the next ones drawn from all tokens, then filtered and changed: kernels differ.
+_TRIED_AT_ONCE = (8, 16, 24, 32)
+_FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
+_CHANGES = {
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.1,
+    "logit_bias": {3: 1.0},
+    "bad_words": ((4,),),
+}
 
 
 def _tried(number: int) -> SamplingContext:
-    filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.01} if number >= 16 else {}
-    return SamplingContext(SamplingParameters(temperature=number // 8 * 0.4, seed=number, **filters), number, (), 0)
+    more = (_FILTERS if number >= 16 else {}) | (_CHANGES if number >= 24 else {})
+    sampling = SamplingParameters(temperature=number // 8 * 0.4, seed=number, **more)
+    return SamplingContext(sampling, number, (1, 2, 2), 1)
 
 
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:

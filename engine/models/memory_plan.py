@@ -24,6 +24,10 @@ SHAPED_AT_ONCE = 1 << 23
 SHAPING_BYTES = 64
 """For each of them: scores, noise, weights and their order, in 4 or 8 bytes each."""
 
+LISTED_AT_ONCE = SHAPED_AT_ONCE * SHAPING_BYTES // 16
+"""Numbers of rows that kernels sample at a time in the same memory (engine/cuda/triton_sampling.py): of each, 8 bytes
+of a key and, where scores are changed, 4 of what becomes of it."""
+
 # What a process has on a GPU before it loads anything, and gaps between what it has there later: an allowance.
 _CONTEXT_BYTES = 768 << 20
 # cuBLAS keeps up to 32 MiB, and cuBLASLt as much, for each of two streams: that of passes, and that of captures.

@@ -69,8 +69,8 @@ class LogitsScan:
         return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
     def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor:
-        """The token that `sample_tokens` gives each row [R, V] whose scores nothing changes (int64, negative in place of
-        None), on the device of the scores, without waiting for it. `token_ids` as there."""
+        """The token that `sample_tokens` gives each row [R, V] whose scores nothing changes (int64, negative in place
+        of None), on the device of the scores, without waiting for it. `token_ids` as there."""
         columns, largest = self.argmax(scores)
         tokens = columns if token_ids is None else token_ids[columns]
         return torch.where(largest.isfinite(), tokens, -1)

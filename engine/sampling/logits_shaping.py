@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -39,45 +40,66 @@ def filters_tokens(sampling: SamplingParameters) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def change_scores(
-    scores: Tensor,
+class Change(IntEnum):
+    """What is done to the scores of some tokens, each of which has a number for it."""
+
+    PENALIZE = 0
+    SUBTRACT = 1
+    ADD = 2
+    LIMIT = 3
+    REPLACE = 4
+
+
+def score_changes(
     sampling: SamplingParameters,
     history: Sequence[int],
     prompt_length: int,
     output_tokens: int,
-    token_ids: Tensor | None = None,
     must_end: bool = False,
-) -> None:
-    """Applies penalties, bias and the ban on an early end in place to one row of float32 scores [V], for the token that
-    follows `output_tokens` tokens of output. Tokens without a column do nothing. Only penalties and bad words read
-    `history`.
-
-    `token_ids` [V] names the tokens of the columns, ascending; without it a column's number is its token's id.
-    `must_end` as in `changes_scores`.
-    """
+) -> Iterator[tuple[Change, Mapping[int, float]]]:
+    """Penalties, bias, bad words and the ban on an early end, in the order of `Change`, for the token that follows
+    `output_tokens` tokens of output. Only penalties and bad words read `history`. `must_end` as in `changes_scores`."""
     if sampling.repetition_penalty != 1:
-        seen, penalty = _columns(dict.fromkeys(history, sampling.repetition_penalty), scores, token_ids)
-        values = scores[seen]
-        scores[seen] = torch.where(values < 0, values * penalty, values / penalty)
+        yield Change.PENALIZE, dict.fromkeys(history, sampling.repetition_penalty)
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
         counts = Counter(history[prompt_length:])
-        penalties = {
-            token: sampling.presence_penalty + sampling.frequency_penalty * count for token, count in counts.items()
-        }
-        output, values = _columns(penalties, scores, token_ids)
-        scores[output] -= values
+        yield (
+            Change.SUBTRACT,
+            {token: sampling.presence_penalty + sampling.frequency_penalty * count for token, count in counts.items()},
+        )
     if sampling.logit_bias:
-        biased, values = _columns(sampling.logit_bias, scores, token_ids)
-        scores[biased] += values
+        yield Change.ADD, sampling.logit_bias
     if sampling.bad_words:
         output_so_far = tuple(history[prompt_length:])
         last = [word[-1] for word in sampling.bad_words if _ends_with(output_so_far, word[:-1])]
         # Not -inf: a token comes even where a grammar allows bad words only.
-        bad, values = _columns(dict.fromkeys(last, torch.finfo(torch.float32).min), scores, token_ids)
-        scores[bad] = torch.minimum(scores[bad], values)
+        yield Change.LIMIT, dict.fromkeys(last, torch.finfo(torch.float32).min)
     if not must_end and not sampling.may_end(output_tokens):
-        banned, values = _columns(dict.fromkeys(sampling.end_token_ids, -math.inf), scores, token_ids)
-        scores[banned] = values
+        yield Change.REPLACE, dict.fromkeys(sampling.end_token_ids, -math.inf)
+
+
+def change_scores(
+    scores: Tensor, changes: Iterable[tuple[Change, Mapping[int, float]]], token_ids: Tensor | None = None
+) -> None:
+    """Applies changes in place to one row of float32 scores [V]. Tokens without a column do nothing.
+
+    `token_ids` [V] names the tokens of the columns, ascending; without it a column's number is its token's id.
+    """
+    for change, number_of_token in changes:
+        columns, numbers = _columns(number_of_token, scores, token_ids)
+        values = scores[columns]
+        match change:
+            case Change.PENALIZE:
+                values = torch.where(values < 0, values * numbers, values / numbers)
+            case Change.SUBTRACT:
+                values = values - numbers
+            case Change.ADD:
+                values = values + numbers
+            case Change.LIMIT:
+                values = torch.minimum(values, numbers)
+            case Change.REPLACE:
+                values = numbers
+        scores[columns] = values
 
 
 def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:

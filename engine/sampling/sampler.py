@@ -7,8 +7,7 @@ guess what the target will sample (coupled sampling, arXiv 2408.07978).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +18,13 @@ from engine.passes.device import on_device
 from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.sampling.logits_shaping import (
     SMALLEST_TEMPERATURE,
+    Change,
     change_scores,
     changes_scores,
     deficits,
     filters_tokens,
     kept_tokens,
+    score_changes,
 )
 from engine.sampling.noise import gumbel, noise_bits, row_key
 from engine.steps import ProposeRow, VerifyRow
@@ -59,6 +60,10 @@ class SamplingContext:
         """Whether the parameters change this row's logits before temperature."""
         return changes_scores(self.sampling, self.output_tokens, self.must_end)
 
+    def changes(self) -> Iterator[tuple[Change, Mapping[int, float]]]:
+        """See `score_changes`."""
+        return score_changes(self.sampling, self.history, self.prompt_length, self.output_tokens, self.must_end)
+
     @property
     def draw(self) -> Draw:
         return draw_of(self.sampling, self.position)
@@ -79,14 +84,30 @@ class _Candidates:
     deficits: Tensor
 
 
-@torch.no_grad()
 def sample_tokens(
     logits: Tensor,
     rows: Sequence[SamplingContext],
     token_ids: Tensor | None = None,
     scan: LogitsScan = _BY_TORCH,
 ) -> list[int | None]:
-    """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
+    """As `choose_tokens`, on the host; None for a row without a token."""
+    return known(choose_tokens(logits, rows, token_ids, scan).tolist())
+
+
+def known(tokens: Iterable[int]) -> list[int | None]:
+    """None for what is negative."""
+    return [None if token < 0 else token for token in tokens]
+
+
+@torch.no_grad()
+def choose_tokens(
+    logits: Tensor,
+    rows: Sequence[SamplingContext],
+    token_ids: Tensor | None = None,
+    scan: LogitsScan = _BY_TORCH,
+) -> Tensor:
+    """The next token of each row of `logits` [R, V], int64 [R], on the device of the logits; negative for a row that
+    holds NaN or +inf, or nothing but -inf.
 
     Ties go to the lowest id. Where only some tokens have a column, `token_ids` [V] names them: int64, ascending, on the
     device of the logits. The token is then the one that the whole vocabulary would give, with -inf for every other
@@ -96,12 +117,12 @@ def sample_tokens(
         raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
     if token_ids is not None and token_ids.shape != logits.shape[1:]:
         raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
+    sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if not rows:
-        return []
+        return sampled
     chosen_there = scan.sample(logits, rows, token_ids)
     if chosen_there is not None:
-        return _known(chosen_there)
-    sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        return chosen_there
     changes = [row.changes_scores for row in rows]
     left: Sequence[int] = [i for i, row in enumerate(rows) if changes[i] or not takes_any_token(row.sampling)]
     drawn_there = None
@@ -112,12 +133,11 @@ def sample_tokens(
     elif left:
         sampled = drawn_there
     else:
-        return _known(drawn_there)
+        return drawn_there
     as_they_are = [i for i in left if not changes[i] and rows[i].sampling.greedy]
     if len(as_they_are) == len(rows):
-        columns, values = scan.argmax(logits)
-        chosen = zip(_ids(columns, token_ids).tolist(), values.tolist(), strict=True)
-        return [token if math.isfinite(value) else None for token, value in chosen]
+        columns, largest = scan.argmax(logits)
+        return torch.where(largest.isfinite(), _ids(columns, token_ids), -1)
     largest = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
     changed = [i for i in left if changes[i] and rows[i].sampling.greedy]
     drawn = [i for i in left if not rows[i].sampling.greedy]
@@ -133,12 +153,7 @@ def sample_tokens(
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         sampled[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
-    return _known(torch.where(largest.isfinite(), sampled, -1))
-
-
-def _known(tokens: Tensor) -> list[int | None]:
-    """None for what is negative. One transfer, for which a GPU's host waits once."""
-    return [None if token < 0 else token for token in tokens.tolist()]
+    return torch.where(largest.isfinite(), sampled, -1)
 
 
 def takes_any_token(sampling: SamplingParameters) -> bool:
@@ -211,9 +226,7 @@ def shaped_scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext]
     scores = logits[index].to(torch.float32)
     for line, row in zip(scores, rows, strict=True):
         if row.changes_scores:
-            change_scores(
-                line, row.sampling, row.history, row.prompt_length, row.output_tokens, token_ids, row.must_end
-            )
+            change_scores(line, row.changes(), token_ids)
     return scores
 
 

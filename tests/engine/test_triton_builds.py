@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,9 +110,16 @@ def sampling(
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_sampling import TritonScan
     from engine.sampling.logits_scan import Draw
+    from engine.sampling.sampler import SamplingContext
+    from scheduler.sampling import SamplingParameters
 
     logits = torch.zeros(2, 151_936, dtype=dtype)
     token_ids = torch.arange(151_936) if some_tokens else None
+    if top_k:
+        rows = [SamplingContext(SamplingParameters(temperature, logit_bias={1: 2.0}), 1, (), 1)] * 2
+        yield lambda: TritonScan().sample(logits, rows, token_ids)
+        yield lambda: TritonScan().digests(logits, [1])
+        yield lambda: TritonScan().forbid(logits, [1], np.zeros((1, 18_992), np.uint8), token_ids)
     yield lambda: TritonScan().choose(logits, [Draw(1, temperature, top_k)] * 2, token_ids)
 
 

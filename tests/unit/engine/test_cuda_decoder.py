@@ -234,7 +234,8 @@ def test_a_step_of_36_layers_launches_few_kernels_and_is_waited_for_once(
     for layers in (1, 2):
         model = tiny_model(Qwen3Config, num_hidden_layers=layers).to(torch.float16)
         target, draft = engines_of(model)
-        history, sampling = tokens_of(0, 9), SamplingParameters(temperature=0.7, seed=1)
+        history = tokens_of(0, 9)
+        sampling = SamplingParameters(temperature=0.7, top_k=20, top_p=0.95, seed=1)
         rows = [VerifyRow(PageTable(), history, (), True, history, 9, sampling) for _ in range(3)]
         proposing = [ProposeRow(PageTable(), history, 3, history, 9, sampling) for _ in range(3)]
         for engine, given in ((target, rows), (draft, proposing)):
@@ -246,6 +247,42 @@ def test_a_step_of_36_layers_launches_few_kernels_and_is_waited_for_once(
     of_one, _, of_two, _ = kernels
     assert of_two - of_one > 5
     assert of_one + 35 * (of_two - of_one) <= 400
+
+
+def sampled_kernels(model: PreTrainedModel, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
+    """Of a step of some rows, for which the host waits once."""
+    target, _ = engines_of(model)
+    history, digests = tokens_of(0, 9), bool(changes)
+    sampling = SamplingParameters(seed=1, **changes)
+    given = [VerifyRow(PageTable(), history, (5,), True, history, 3, sampling, digests) for _ in range(rows)]
+    with monkeypatch.context() as patch, Work(patch) as work:
+        outcomes = target.step(given).rows
+    assert all(outcome.error is None and outcome.tokens for outcome in outcomes)
+    assert all(len(outcome.logits_digests) == digests * len(outcome.tokens) for outcome in outcomes)
+    assert work.waits == 1
+    return work.kernels
+
+
+def test_sampling_launches_as_few_kernels_for_many_rows_with_all_parameters(
+    fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(Qwen3Config, num_hidden_layers=1).to(torch.float16)
+    everything = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.1,
+        "logit_bias": {3: 1.5},
+        "bad_words": ((4,),),
+        "min_tokens": 100,
+        "end_token_ids": frozenset([2]),
+    }
+    few, many = (sampled_kernels(model, rows, monkeypatch, **everything) for rows in (1, 6))
+    greedy = [sampled_kernels(model, rows, monkeypatch) for rows in (1, 6)]
+    assert few - greedy[0] == many - greedy[1] <= 10
 
 
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {

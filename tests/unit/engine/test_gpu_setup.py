@@ -160,16 +160,16 @@ def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeyp
 def test_sampling_is_used_where_it_chooses_what_torch_chooses(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def choose(_: object, scores: torch.Tensor, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(_: object, logits: torch.Tensor, *given: object) -> torch.Tensor:
         if fault == "does not compile":
             raise RuntimeError(fault)
-        return torch.zeros(len(scores), dtype=torch.int64), torch.ones(len(scores))
+        return torch.zeros(len(logits), dtype=torch.int64)
 
     def backend(_: int) -> Any:
         raise NotImplementedError
 
     if fault:
-        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "choose", choose)
+        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "sample", sample)
     model = tiny_model("llama", **TORCH_SHAPE)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, GpuPasses("", backend, None))
     for token_ids in (None, torch.arange(0, VOCABULARY, 2)):

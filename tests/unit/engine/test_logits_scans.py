@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -134,6 +135,30 @@ def test_rows_of_all_kinds_in_one_batch(scan: LogitsScan, place: Place) -> None:
     scores[10:14, 3] = math.nan
     expected = sample_tokens(scores, rows)
     assert sample_tokens(scores, rows, scan=scan) == expected
+    if place[0] == GPU:
+        in_parts = interpreted("engine.cuda.triton_sampling").TritonScan(listed_at_once=4 * 1500)
+        assert sample_tokens(scores, rows, scan=in_parts) == expected
     for kind in range(len(kinds)):
         some = slice(kind, None, len(kinds))
         assert sample_tokens(scores[some], rows[some], scan=scan) == expected[some]
+
+
+@pytest.mark.parametrize("size", [1, 1499, 1500])
+def test_rows_have_the_digests_that_torch_gives_them(scan: LogitsScan, place: Place, size: int) -> None:
+    scores = scores_like(place, "plain", 6, size)
+    assert scan.digests(scores, [4, 0, 5]).tolist() == LogitsScan().digests(scores, [4, 0, 5]).tolist()
+
+
+@pytest.mark.parametrize("some_tokens", [False, True])
+def test_only_what_is_forbidden_loses_its_score(scan: LogitsScan, place: Place, some_tokens: bool) -> None:
+    scores = scores_like(place, "plain", 4, 1500)
+    scores[3, 7] = math.nan
+    token_ids = torch.arange(0, 4500, 3) if some_tokens else None
+    allowed = torch.randint(256, (3, 563), dtype=torch.uint8, generator=torch.manual_seed(1)).numpy()
+    bits = torch.from_numpy(np.unpackbits(allowed, axis=1, bitorder="little"))
+    bits = bits[:, torch.arange(1500) if token_ids is None else token_ids]
+    expected = scores.clone()
+    for line, row_bits in zip((1, 3, 0), bits, strict=True):
+        expected[line, (row_bits == 0) & ~expected[line].isnan()] = -math.inf
+    scan.forbid(scores, [1, 3, 0], allowed, token_ids)
+    assert torch.equal(scores.float().nan_to_num(1e9), expected.float().nan_to_num(1e9))

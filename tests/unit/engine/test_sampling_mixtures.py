@@ -4,6 +4,7 @@ transformers' processors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from torch import Tensor
 from engine.cpu.logits_scan import KernelScan
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logits_shaping import deficits, kept_tokens
-from engine.sampling.sampler import sample_tokens, shaped_scores
+from engine.sampling.noise import gumbel, row_key
+from engine.sampling.sampler import SamplingContext, sample_tokens, shaped_scores
 from scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import compiled_kernels
-from tests.support.sampling_mixtures import Batch, Expected, random_batch
+from tests.support.sampling_mixtures import POSITION, Batch, Expected, random_batch
 from tests.support.triton_kernel import interpreted
 
 Filter = Callable[[Tensor, Sequence[SamplingParameters]], tuple[Tensor, Tensor]]
@@ -93,6 +95,38 @@ def test_the_kernels_of_a_cpu_sample_alike(dtype: torch.dtype) -> None:
 def test_the_kernels_of_a_gpu_sample_alike() -> None:
     scan = interpreted("engine.cuda.triton_sampling").TritonScan()
     assert wrong_mixtures(40, seed=3, scan=scan, largest=2100) == []
+
+
+FILTERS: Sequence[dict[str, float]] = (
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 50, "top_p": 0.7},
+    {"top_p": 0.1},
+    {"min_p": 0.6},
+    {"top_k": 60, "min_p": 0.4},
+)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_kernels_of_a_gpu_keep_the_last_token_that_the_sampler_keeps_and_none_after_it(ties: bool) -> None:
+    """Each row is drawn with a seed for which its last token wins, and with one for which the next one would."""
+    scan = interpreted("engine.cuda.triton_sampling").TritonScan()
+    line = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 0.5
+    line = (line * 4).round() / 4 if ties else line
+    keys = torch.tensor([row_key(seed, POSITION) for seed in range(4000)])[:, None]
+    rows, expected = [], list[int]()
+    for filters in FILTERS:
+        sampling = SamplingParameters(temperature=1.0, **filters)  # type: ignore[arg-type]
+        deficit = deficits(line[None].clone(), line.amax()[None], [sampling])
+        order, kept = kept_tokens(deficit, [sampling])
+        last = int(kept[0].sum())
+        tokens = order[0, : last + 1]
+        scores = gumbel(keys, tokens) - deficit[0, tokens]
+        for seed, count in ((scores[:, :last].argmax(1) == last - 1, last), (scores.argmax(1) == last, last)):
+            found = int(seed.nonzero()[0, 0])
+            rows.append(SamplingContext(replace(sampling, seed=found), POSITION, (), 0))
+            expected.append(int(tokens[scores[found, :count].argmax()]))
+    assert sample_tokens(line.expand(len(rows), -1), rows, scan=scan) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
