@@ -15,11 +15,12 @@ from engine.drafting.head_drafting import HeadDrafting
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from engine.passes.device import on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.logprobs import token_logprobs
+from engine.sampling.logprobs import read_logprobs, token_logprobs
 from engine.sampling.sampler import SamplingContext, choose_tokens, known
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 
@@ -82,11 +83,12 @@ class TargetEngine:
                 result = self._runner.run([sequences[index] for index in batch], computing)
                 timings.add(result.timings)
                 logits = result.logits[:, : self.description.vocabulary_size]
-                chosen = sum(sequences[index].logits for index in batch)
-                scored = iter(logits[chosen:])
+                first = chosen = sum(sequences[index].logits for index in batch)
                 sampled = self._sample([rows[index] for index in batch], logits[:chosen], masking)
                 for index, outcome in zip(batch, sampled, strict=True):
-                    _score(rows[index], outcome, scored)
+                    last = first + len(sequences[index].scored)
+                    _score(rows[index], outcome, logits[first:last], self._scan)
+                    first = last
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
@@ -115,23 +117,37 @@ class TargetEngine:
         spans = _spans(rows)
         failed = self._constrain(rows, spans, logits, contexts, masking)
         asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
-        numbers = choose_tokens(logits, contexts, scan=self._scan)
+        chosen = choose_tokens(logits, contexts, scan=self._scan)
+        parts, scored = [chosen], list[int]()
+        # Of drafts that are not accepted, too: a GPU's host waits once for all.
         if asked:
-            # Those of drafts that are not accepted, too: a GPU's host waits once for all.
-            numbers = torch.cat([numbers, self._scan.digests(logits, asked)])
-        found = numbers.tolist()
-        sampled, digests = known(found[: len(contexts)]), iter(found[len(contexts) :])
+            parts.append(self._scan.digests(logits, asked))
+        if self._scan.beside_host:
+            scored = [
+                place for row, span in zip(rows, spans, strict=True) if row.top_logprobs is not None for place in span
+            ]
+        if scored:
+            where, most = on_device(scored, logits.device), max(row.top_logprobs or 0 for row in rows)
+            parts.append(self._scan.logprobs(logits, scored, chosen[where].clamp(min=0), most).flatten())
+        numbers = (torch.cat(parts) if len(parts) > 1 else chosen).tolist()
+        sampled, digests = known(numbers[: len(contexts)]), iter(numbers[len(contexts) :])
+        logprobs = _lines(numbers[len(contexts) + len(asked) :], len(scored))
         outcomes = list[RowOutcome]()
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
             if index in failed:
                 outcome = RowOutcome([], error=failed[index])
             else:
                 outcome = _accept(row, sampled[span.start : span.stop])
+            tokens = outcome.tokens
             if row.logits_digests:
                 own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span))]
-                outcome.logits_digests = own_digests[: len(outcome.tokens)]
-            if row.top_logprobs is not None and outcome.error is None:
-                outcome.logprobs = token_logprobs(logits[span.start :], outcome.tokens, row.top_logprobs)
+                outcome.logits_digests = own_digests[: len(tokens)]
+            if row.top_logprobs is not None and scored:
+                lines = list(islice(logprobs, len(span)))
+                outcome.logprobs = read_logprobs(tokens, lines[: len(tokens)], row.top_logprobs)
+            elif row.top_logprobs is not None:
+                own_logits = logits[span.start : span.start + len(tokens)]
+                outcome.logprobs = token_logprobs(own_logits, tokens, row.top_logprobs, self._scan)
             outcomes.append(outcome)
         return outcomes
 
@@ -176,12 +192,17 @@ def _batched(row: VerifyRow) -> BatchedSequence:
     return batched
 
 
-def _score(row: VerifyRow, outcome: RowOutcome, logits: Iterator[torch.Tensor]) -> None:
-    """Adds the prompt's log probabilities to the row's outcome; the row's logits are the next ones."""
+def _lines(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """So many lines of equal length."""
+    return (numbers[line * len(numbers) // count : (line + 1) * len(numbers) // count] for line in range(count))
+
+
+def _score(row: VerifyRow, outcome: RowOutcome, logits: torch.Tensor, scan: LogitsScan) -> None:
+    """Adds the prompt's log probabilities to the row's outcome."""
     if row.scoring is None:
         return
     tokens = row.scoring.tokens
-    found = token_logprobs(list(islice(logits, len(tokens))), tokens, row.scoring.top)
+    found = token_logprobs(logits, tokens, row.scoring.top, scan)
     if outcome.error is None and any(isnan(entry.logprob) for entry in found):
         outcome.tokens, outcome.accepted, outcome.error = [], 0, _NOT_A_NUMBER
     if outcome.error is None:

@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.models.memory_plan import LISTED_AT_ONCE
+from engine.models.memory_plan import LISTED_AT_ONCE, SHAPED_AT_ONCE
 from engine.passes.device import current, host_buffer, on_device
 from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
-from engine.sampling.logits_shaping import WEIGHT_BITS, Change
+from engine.sampling.logits_shaping import WEIGHT_BITS, Change, in_order
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 if TYPE_CHECKING:
@@ -426,8 +426,33 @@ def _choose(  # type: ignore[no-untyped-def]
     tl.store(tokens + row, tl.where(tl.abs(top) < _INF, token, -1))
 
 
+@triton.jit
+def _sum(largest, sums, logits, row_stride, size, chunk_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One chunk of a row: its largest score, and the sum of its probabilities relative to that."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    place = row * tl.num_programs(0) + chunk
+    column = chunk * chunk_size + tl.arange(0, chunk_size)
+    score = _scores(logits, row, row_stride, column, column < size)
+    top = tl.max(score, 0)
+    tl.store(largest + place, top)
+    tl.store(sums + place, tl.sum(tl.exp(score - tl.where(top == -_INF, 0.0, top)), 0))
+
+
+@triton.jit
+def _log_sum(found, largest, sums, count, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row, of `count` chunks: its largest score, and the logarithm of the sum of its probabilities relative to
+    that. One program adds up all chunks, in one order."""
+    row = tl.program_id(0)
+    place, exists = row * count + tl.arange(0, chunks), tl.arange(0, chunks) < count
+    tops = tl.load(largest + place, mask=exists, other=-_INF)
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(sums + place, mask=exists, other=0.0) * tl.exp(tops - top), 0)
+    tl.store(found + 2 * row, top)
+    tl.store(found + 2 * row + 1, tl.log(total))
+
+
 class TritonScan(LogitsScan):
-    draws = True
+    draws = beside_host = True
 
     def __init__(self, listed_at_once: int = LISTED_AT_ONCE) -> None:
         """So many numbers of rows are sampled at a time; see the memory plan."""
@@ -444,6 +469,25 @@ class TritonScan(LogitsScan):
         changed = any(row.changes_scores for row in rows)
         draws = [row.draw for row in rows]
         return self._choose(logits, draws, token_ids, _Changes.of(rows, logits.device) if changed else None)
+
+    @torch.inference_mode()
+    def logprobs(self, logits: torch.Tensor, rows: Sequence[int], tokens: torch.Tensor, count: int) -> torch.Tensor:
+        size, device, found = logits.shape[1], logits.device, list[torch.Tensor]()
+        index = on_device(rows, device)
+        chunks = triton.cdiv(size, CHUNK)
+        with current(device):
+            for some in _row_slices(len(rows), SHAPED_AT_ONCE // size):
+                scores = logits[index[some]]
+                largest, sums = (torch.empty(len(scores), chunks, device=device) for _ in range(2))
+                logs = torch.empty(len(scores), 2, device=device)
+                _sum[(chunks, len(scores))](largest, sums, scores, size, size, CHUNK)
+                _log_sum[(len(scores),)](logs, largest, sums, chunks, triton.next_power_of_2(chunks))
+                deficit = logs[:, :1] - scores + 0.0
+                likeliest = in_order(deficit, min(count, size))
+                picked = deficit.gather(1, torch.cat([tokens[some, None], likeliest], 1))
+                bits = (-picked - logs[:, 1:]).to(torch.float64).view(torch.int64)
+                found.append(torch.cat([bits[:, :1], likeliest, bits[:, 1:]], 1))
+        return torch.cat(found)
 
     @torch.inference_mode()
     def digests(self, scores: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -555,7 +599,8 @@ def _choose_rows(
     chunks = triton.next_power_of_2(count)
     largest, arrivals = (torch.empty(rows, count, dtype=torch.float32, device=device) for _ in range(2))
     columns = torch.empty(rows, count, dtype=torch.int32, device=device)
-    listed = sums = None
+    listed: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
     if draws is not None:
         listed = torch.empty(rows, size, dtype=torch.int64, device=device)
     if filters:
@@ -580,4 +625,5 @@ def _choose_rows(
         CHUNK,
         chunks,
         enable_fp_fusion=False,
+        num_warps=8,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -49,8 +50,8 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
 
 # The first rows are greedy, the next ones drawn from all tokens, then filtered and changed: kernels differ.
 _TRIED_AT_ONCE = (8, 16, 24, 32)
-_FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
-_CHANGES = {
+_FILTERS: dict[str, Any] = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
+_CHANGES: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.1,

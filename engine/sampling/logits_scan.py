@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from engine.passes.device import on_device
+from engine.sampling.logits_shaping import in_order
 from engine.sampling.noise import noise_bits
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in r
 class LogitsScan:
     draws = False
     """Whether `choose` takes temperatures above 0 and filters."""
+    beside_host = False
+    """Whether the host goes on while this computes: it is to ask for all that it wants before it waits for some."""
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Column (int64) and value (float32) of the first largest score of each row [R, V]; a row with NaN has the
@@ -94,13 +97,30 @@ class LogitsScan:
         Rows that differ in several words have one sum by chance, about once in 2^64; whoever looks for such rows finds
         some.
         """
-        device, in_order = scores.device, list(rows) == list(range(len(scores)))
-        bytes_ = (scores if in_order else scores[on_device(rows, device)]).view(torch.uint8)
+        device, whole = scores.device, list(rows) == list(range(len(scores)))
+        bytes_ = (scores if whole else scores[on_device(rows, device)]).view(torch.uint8)
         words = pad(bytes_, (0, -bytes_.shape[1] % 8)).contiguous().view(torch.int64)
         places = torch.arange(words.shape[1], device=device)
         # A few rows at a time, whose words fit a CPU's cache.
         parts = words.split(4 if device.type == "cpu" else 64)
         return torch.cat([noise_bits(noise_bits(part, places), places).sum(1) for part in parts])
+
+    def logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Tensor, count: int) -> Tensor:
+        """Of some `rows` of logits [R, V] and a token of each, on the device of the logits, without waiting for it
+        (int64): the log probability of the token, the ids of the `count` likeliest ones, or of all, and their log
+        probabilities. These are float64, as bits.
+
+        Computed row by row, so that nothing depends on the batch; only what is asked for is kept of a row.
+        """
+        found = []
+        for row, token in zip(rows, tokens, strict=True):
+            # A copy, which begins at the same alignment for every row: on a GPU, the order of sums depends on it.
+            scores = logits[row].to(torch.float32, copy=True)
+            likeliest = in_order((scores.amax() - scores + 0.0)[None], min(count, len(scores)))[0]
+            picked = torch.log_softmax(scores, dim=-1)[torch.cat([token[None], likeliest])]
+            bits = picked.to(torch.float64).view(torch.int64)
+            found.append(torch.cat([bits[:1], likeliest, bits[1:]]))
+        return torch.stack(found)
 
     @torch.inference_mode()
     def forbid(

@@ -119,6 +119,7 @@ def sampling(
         rows = [SamplingContext(SamplingParameters(temperature, logit_bias={1: 2.0}), 1, (), 1)] * 2
         yield lambda: TritonScan().sample(logits, rows, token_ids)
         yield lambda: TritonScan().digests(logits, [1])
+        yield lambda: TritonScan().logprobs(logits, [1], torch.tensor([0]), 2)
         yield lambda: TritonScan().forbid(logits, [1], np.zeros((1, 18_992), np.uint8), token_ids)
     yield lambda: TritonScan().choose(logits, [Draw(1, temperature, top_k)] * 2, token_ids)
 
@@ -293,7 +294,8 @@ def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: Proces
     assert found
     # Where warps have the matrix units, numbers go through their registers on the way from codes.
     spills = kind == "attention" or (kind == "products of codes" and architecture not in (90, 100))
-    max_stack = MAX_SPILLED if spills else 0
+    # Of sampling, one number while a division is called.
+    max_stack = MAX_SPILLED if spills else 8 * (kind == "sampling")
     for build in found:
         assert build.stack <= max_stack, build.name
         assert build.shared_memory <= MEMORY[architecture], build.name

@@ -162,3 +162,16 @@ def test_only_what_is_forbidden_loses_its_score(scan: LogitsScan, place: Place, 
         expected[line, (row_bits == 0) & ~expected[line].isnan()] = -math.inf
     scan.forbid(scores, [1, 3, 0], allowed, token_ids)
     assert torch.equal(scores.float().nan_to_num(1e9), expected.float().nan_to_num(1e9))
+
+
+def test_log_probabilities_are_those_of_torch_and_have_the_same_bits_alone(scan: LogitsScan, place: Place) -> None:
+    scores = scores_like(place, "ties", 6, 2100, 2.0)
+    scores[4, 50:] = -math.inf
+    scores[5, 3] = math.nan
+    tokens = torch.tensor([5, 0, 2099, 7, 60, 1])
+    found = scan.logprobs(scores, range(6), tokens, 4)
+    assert torch.equal(found, torch.cat([scan.logprobs(scores, [i], tokens[i : i + 1], 4) for i in range(6)]))
+    expected = LogitsScan().logprobs(scores, range(6), tokens, 4)
+    assert torch.equal(found[:5, 1:5], expected[:5, 1:5])
+    values, others = (numbers[:, [0, *range(5, 9)]].view(torch.float64) for numbers in (found, expected))
+    torch.testing.assert_close(values, others, rtol=0, atol=1e-5, equal_nan=True)
