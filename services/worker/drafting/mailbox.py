@@ -123,7 +123,7 @@ class Mailbox:
             in_time = sum(one.in_time for one in met)
             if waits and met:
                 self.patience.waited(2 * in_time >= len(met))
-            self._report.asked += len(met)
+            self._report.asked += sum(one.most > 0 for one in met)
             self._report.in_time += in_time
             return [() if one is None else one.tokens[: ask.most] for one, ask in zip(found, asked, strict=True)]
 

@@ -272,12 +272,13 @@ def asked_in(proposer: RemoteProposer, drafter: ScriptedDrafter, one: PlayedSequ
     take(proposer, [one], 2, wait_seconds)
     report = proposer.report()
     assert report is not None
-    assert report.asked == 1
+    # Where it is asked for KV alone, it cannot be late.
+    assert report.asked == (asked > 0)
     assert report.connected
     return asked
 
 
-def test_a_draft_that_is_late_three_times_is_asked_for_kv_alone_until_a_probe_after_a_hundred_steps() -> None:
+def test_a_draft_that_stays_late_is_asked_for_kv_alone_for_up_to_a_hundred_steps() -> None:
     """A step that must not wait would end the test run if it did."""
     late = [False]
     (one,) = played(1)
@@ -299,9 +300,9 @@ def test_a_draft_that_is_late_three_times_is_asked_for_kv_alone_until_a_probe_af
         proposer.report()
         late[0] = True
         assert asked_for(3, 0.01) == [2, 2, 2]
-        assert asked_for(99, FOREVER) == [0] * 99
-        # One that is still late is not asked again at once.
-        assert asked_for(1, 0.01) == [2]
+        for pause in (1, 3, 7, 15, 31, 63, 99):
+            assert asked_for(pause, FOREVER) == [0] * pause
+            assert asked_for(1, 0.01) == [2]
         assert asked_for(99, FOREVER) == [0] * 99
         late[0] = False
         assert asked_for(3, FOREVER) == [2, 2, 2]
