@@ -92,4 +92,4 @@ class DraftServer(BaseWorkerServer):
         self._drafter.dismiss()
 
     async def wait_empty(self) -> None:
-        """Nobody does once all targets are dismissed."""
+        """Returns at once: `refuse_new` has ended all streams."""
