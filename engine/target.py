@@ -18,10 +18,11 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.device import on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.context import SamplingContext
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logprobs import read_logprobs, token_logprobs
-from engine.sampling.sampler import SamplingContext, choose_tokens, known
+from engine.sampling.sampler import choose_tokens, known
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"

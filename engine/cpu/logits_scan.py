@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu.kernels import CpuKernels
-from engine.sampling.logits_scan import Draw, LogitsScan
+from engine.sampling.context import Draw
+from engine.sampling.logits_scan import LogitsScan
 
 
 class KernelScan(LogitsScan):

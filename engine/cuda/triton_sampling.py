@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from engine.models.memory_plan import LISTED_AT_ONCE, SHAPED_AT_ONCE
 from engine.passes.device import current, host_buffer, on_device
+from engine.sampling.context import Draw
 from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
-from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
+from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
 from engine.sampling.logits_shaping import WEIGHT_BITS, Change, in_order
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 if TYPE_CHECKING:
-    from engine.sampling.sampler import SamplingContext
+    from engine.sampling.context import SamplingContext
 
 CHUNK = 1024
 _GOLDEN = tl.constexpr(GOLDEN)

@@ -22,8 +22,9 @@ from engine.drafting.proposer import LocalProposer
 from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
 from engine.passes.features import Features
+from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.steps import RowOutcome, VerifyRow
 
 

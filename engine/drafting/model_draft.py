@@ -14,10 +14,11 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.chained import ChainedPasses
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.context import Draw, SamplingContext, draw_of
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
-from engine.sampling.logits_scan import Draw, LogitsScan
+from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import SamplingContext, draw_of, sample_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
 

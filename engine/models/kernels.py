@@ -15,8 +15,9 @@ from engine.errors import UnsupportedProcessorError, one_line
 from engine.models.dtype import COMPUTED
 from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.source import Progress
+from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.settings import EngineSettings
 from scheduler.sampling import SamplingParameters
 

@@ -15,7 +15,8 @@ from engine.passes.admission import split_by_rows
 from engine.passes.device import current, on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from engine.sampling.logits_scan import Draw, LogitsScan
+from engine.sampling.context import Draw
+from engine.sampling.logits_scan import LogitsScan
 from engine.steps import Computing, EngineTimings
 
 GoesOn = Callable[[int, int], bool]

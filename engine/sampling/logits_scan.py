@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,29 +16,12 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from engine.passes.device import on_device
+from engine.sampling.context import Draw, SamplingContext
 from engine.sampling.logits_shaping import in_order
 from engine.sampling.noise import noise_bits
 
-if TYPE_CHECKING:
-    from engine.sampling.sampler import SamplingContext
-
 RACE_MARGIN = 24.0
 """Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""
-
-
-class Draw(NamedTuple):
-    """How a row's token is drawn: the key of its noise, and the temperature, at 0 of which the largest score wins; and
-    the filters, which leave all tokens by default."""
-
-    key: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 _BUCKET = 128

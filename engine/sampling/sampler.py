@@ -7,7 +7,7 @@ guess what the target will sample (coupled sampling, arXiv 2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,64 +15,21 @@ from torch import Tensor
 
 from engine.models.memory_plan import SHAPED_AT_ONCE
 from engine.passes.device import on_device
-from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
+from engine.sampling.context import SamplingContext
+from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
 from engine.sampling.logits_shaping import (
-    SMALLEST_TEMPERATURE,
-    Change,
     change_scores,
-    changes_scores,
     deficits,
     filters_tokens,
     kept_tokens,
-    score_changes,
 )
 from engine.sampling.noise import gumbel, noise_bits, row_key
-from engine.steps import ProposeRow, VerifyRow
 from scheduler.sampling import SamplingParameters
 
 # Rows are taken in blocks whose scratch fits a CPU core's cache, or into what is planned for it on a GPU.
 _CPU_BLOCK_ELEMENTS = 65536
 _NO_TOKEN = 2**62
 _BY_TORCH = LogitsScan()
-
-
-@dataclass(slots=True)
-class SamplingContext:
-    """What sampling one token depends on besides the logits.
-
-    `position` is the absolute position of the token to sample. `history` is prompt and output before that position;
-    only penalties read it. With `must_end`, only the end is left, so that `min_tokens` cannot put it off.
-    """
-
-    sampling: SamplingParameters
-    position: int
-    history: Sequence[int]
-    prompt_length: int
-    must_end: bool = False
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of output before that position."""
-        return self.position - self.prompt_length
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether the parameters change this row's logits before temperature."""
-        return changes_scores(self.sampling, self.output_tokens, self.must_end)
-
-    def changes(self) -> Iterator[tuple[Change, Mapping[int, float]]]:
-        """See `score_changes`."""
-        return score_changes(self.sampling, self.history, self.prompt_length, self.output_tokens, self.must_end)
-
-    @property
-    def draw(self) -> Draw:
-        return draw_of(self.sampling, self.position)
-
-    @classmethod
-    def after(cls, row: VerifyRow | ProposeRow, tokens: Sequence[int]) -> SamplingContext:
-        """Of the token that follows the row's history and then these."""
-        history = [*row.history, *tokens] if row.sampling.uses_history else row.history
-        return cls(row.sampling, len(row.history) + len(tokens), history, row.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +116,6 @@ def choose_tokens(
 def takes_any_token(sampling: SamplingParameters) -> bool:
     """Whether no filter matters to the choice."""
     return sampling.greedy or not filters_tokens(sampling)
-
-
-def draw_of(sampling: SamplingParameters, position: int) -> Draw:
-    """How the token at a position is drawn, where nothing changes the scores."""
-    if sampling.greedy:
-        return Draw()
-    temperature = max(sampling.temperature, SMALLEST_TEMPERATURE)
-    return Draw(row_key(sampling.seed, position), temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def _candidates(

@@ -21,7 +21,8 @@ from engine.kv.pages import PageTable
 from engine.models import loading
 from engine.models.draft_vocabulary import FILE_NAME
 from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.context import SamplingContext
+from engine.sampling.sampler import sample_tokens
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow
 from scheduler.config import Policy, SchedulerConfig

@@ -109,8 +109,7 @@ def sampling(
     architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool, top_k: int = 0
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_sampling import TritonScan
-    from engine.sampling.logits_scan import Draw
-    from engine.sampling.sampler import SamplingContext
+    from engine.sampling.context import Draw, SamplingContext
     from scheduler.sampling import SamplingParameters
 
     logits = torch.zeros(2, 151_936, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from engine.drafting.inside_target import InsideDrafting
 from engine.drafting.proposer import Asked, LocalProposer
 from engine.kv.groups import PageGroup
 from engine.kv.pages import PagePool
-from engine.steps import VerifyRow
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.batching import verify_steps
@@ -27,12 +26,13 @@ from services.scheduler import session
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
 from services.scheduler_client.remote_stream import RemoteStream
-from services.worker import executor, kv_pages
+from services.worker import kv_pages
 from services.worker.drafting import messages
 from services.worker.drafting.mailbox import Mailbox, RemoteSequence
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.service import DrafterService
 from services.worker.executor import StepExecutor
+from services.worker.sequences import WorkerSequence
 from tests.sim.audit.books import digest_of
 from tests.sim.cell import world
 from tests.sim.cell.schedule import ScheduleError, run_schedule
@@ -124,17 +124,13 @@ def proposals_are_found_by_their_sequence_alone(patch: Patch) -> None:
 def token_ids_of_proposals_are_believed(patch: Patch) -> None:
     """Where they come, and where they are verified."""
 
-    def trusting(self: Any, prepared: Any, wait_seconds: float) -> list[VerifyRow]:
-        rows = [executor._verify_row(one) for one in prepared]
-        asked = [
-            Asked(row.drafting, digest_of(row.history), one.verify) for row, one in zip(rows, prepared, strict=True)
-        ]
+    def trusting(self: Any, rows: Iterable[WorkerSequence], wait_seconds: float) -> None:
+        asked = [Asked(row.drafting, digest_of(row.history), row.verify) for row in rows]
         for row, proposal in zip(rows, self._proposer.take(asked, wait_seconds), strict=True):
             row.draft_tokens = proposal
-        return rows
 
     patch.setattr(messages, "_check_tokens", lambda *_: None)
-    patch.setattr(StepExecutor, "_with_proposals", trusting)
+    patch.setattr(StepExecutor, "_add_proposals", trusting)
 
 
 def steps_wait_as_long_as_it_takes(patch: Patch) -> None:

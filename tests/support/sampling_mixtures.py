@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.sampling.context import SamplingContext
 from engine.sampling.noise import gumbel, row_key
-from engine.sampling.sampler import SamplingContext
 from scheduler.sampling import SamplingParameters
 
 # Sizes next to which code may change its ways: prefixes, buckets and chunks of scans, rows that fill a block.

@@ -321,7 +321,8 @@ def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tm
                 return sum(one.status_code == 400 for one in answers)
 
             hostile = [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8)]
-            await until(lambda: checks_that_give_way() == 4)  # each in a copy of a process
+            # Each in a copy of one of two processes, while no other check of the key has just been refused.
+            await until(lambda: checks_that_give_way() > 2)
             assert (await ask(GREEDY, "[de]{2}", seconds=0.1)).status_code == 504
             answers.clear()
             hostile += [asyncio.create_task(ask(GREEDY, f"(a{{1000}}){{1000}}{n}")) for n in range(8, 100)]

@@ -247,6 +247,7 @@ def test_graphs_of_other_bits_are_not_used_in_exact_mode(
     assert captures.replays == before
 
 
+@pytest.mark.slow
 def test_as_many_rows_as_run_by_default_have_a_graph_however_short_sequences_are(
     kernel: ModuleType, model: PreTrainedModel
 ) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.cpu.logits_scan import KernelScan
-from engine.sampling.logits_scan import Draw, LogitsScan
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.context import Draw, SamplingContext
+from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.sampler import sample_tokens
 from scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.triton_kernel import interpreted

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from engine.sampling.context import SamplingContext
 from engine.sampling.logits_shaping import deficits, kept_tokens
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import gumbel, row_key
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.sampler import sample_tokens
 from scheduler.sampling import SamplingParameters
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.context import SamplingContext
+from engine.sampling.sampler import sample_tokens
 from scheduler.sampling import SamplingParameters
 from tests.support.distribution import distribution
 
