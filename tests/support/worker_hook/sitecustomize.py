@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from protos import worker_pb2
-from services.worker.executor import StepExecutor
+from services.worker.executor import Reply, StepExecutor
 
 _SECONDS = float(os.environ.get("SPOOL_STEP_SECONDS", "0"))
 _POISON = tuple(map(int, filter(None, os.environ.get("SPOOL_POISON", "").split(","))))
@@ -20,7 +20,7 @@ _PARTS = {_POISON[place : place + _LENGTH] for place in range(len(_POISON) - _LE
 _execute = StepExecutor.execute
 
 
-def _changed(self: StepExecutor, request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
+def _changed(self: StepExecutor, request: worker_pb2.StepRequest, *arguments: Any) -> Reply:
     began = time.monotonic()
     for row in request.rows:
         tokens = (*row.parameters.committed_tokens, *row.tokens)
@@ -30,8 +30,9 @@ def _changed(self: StepExecutor, request: worker_pb2.StepRequest, *arguments: An
     if request.rows or request.following.sequence_ids:
         left = max(0.0, began + _SECONDS - time.monotonic())
         time.sleep(left)
-        reply.timings.forward += left
-        reply.timings.total += left
+        timings = reply().timings
+        timings.forward += left
+        timings.total += left
     return reply
 
 
