@@ -49,7 +49,7 @@ class SchedulerCore:
     """Drives target workers for all live sequences, and tells each which draft worker serves it.
 
     Feed every event to `apply`, call `plan` after a batch of them, and carry out the commands of both in their order.
-    The same calls at the same times give the same commands. A time before that of the last call counts as the latter.
+    The same calls at the same times give the same commands. Time does not go back: an earlier one counts as the last.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
