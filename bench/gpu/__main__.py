@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -37,21 +38,24 @@ from bench.record import describe_machine, installed_version, origin
 from engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
+# What a server needs beside torch and transformers; others come with these.
+_SERVER_PACKAGES = ("grpc", "pydantic", "fastapi", "uvicorn", "httpx", "llguidance", "psutil")
 _SERVED = "as served"
 
 
 @dataclass(slots=True)
 class Run:
-    """`small`: sizes for a CPU, on which the script is tried."""
+    """`small`: sizes for a CPU, on which the script is tried. `folder` takes checkpoints for a while."""
 
     bench: Bench
     small: bool
     commit: str
+    folder: Path
 
     def blocks(self) -> list[Block]:
         return [
             Block("device", 20, self.device),
-            Block("serving", 90, self.serving),
+            Block("served", 270, self.served),
             Block("speed", 150, self.speed),
             Block("exactness", 90, lambda: self.exactness(self.bench.engines(_SERVED), _SERVED, 64, 64)),
             Block("draft inside", 90, self.draft_inside),
@@ -76,12 +80,13 @@ class Run:
         )
         findings.add("bfloat16 product", tera_operations_per_second=product_rate(bench.device) / 1e12)
 
-    def serving(self) -> None:
-        """As many streams as run on a CPU and on a GPU by default, and prefill by passes of the default size."""
-        engines, rounds = self.bench.engines(_SERVED), 4 if self.small else 16
-        speeds = plain(self.bench, engines, _SERVED, (6,) if self.small else (48, 256), rounds)
-        speculation(self.bench, engines, _SERVED, speeds, (0.8,), (3,), rounds)
-        long_contexts(self.bench, engines, _SERVED, (100,) if self.small else (2048,), (2,) if self.small else (8,))
+    def served(self) -> None:
+        if missing := [name for name in _SERVER_PACKAGES if find_spec(name) is None]:
+            self.bench.findings.add("left out", reason=f"not installed: {', '.join(missing)} (bench/gpu/wheels.py)")
+            return
+        from bench.gpu.serving import PairServer
+
+        PairServer(self.bench, self.small, self.folder).run()
 
     def draft_inside(self) -> None:
         name = "draft inside"
@@ -120,6 +125,7 @@ class Run:
         return (1, 4) if self.small else (1, 8, 32)
 
     def products(self) -> None:
+        from engine.cuda.library_products import sum_in_one_part
         from engine.cuda.triton_product import loads_words, product
 
         bench = self.bench
@@ -132,16 +138,20 @@ class Run:
                 for bits in (8, 4):
                     name = f"own, {bits} bits"
                     measure_products(bench.device, bench.findings, name, of_codes, bench.read_bandwidth, bits)
+                sum_in_one_part()
+                measure_products(bench.device, bench.findings, "cuBLASLt", F.linear, bench.read_bandwidth, own=product)
 
     def attention(self) -> None:
         if not self.bench.is_gpu:
             self.bench.findings.add("left out", reason="the attention kernel is for GPUs")
             return
-        from bench.gpu.attention import check_attention, time_attention
+        from bench.gpu.attention import check_attention, check_last_pages, time_attention
 
         with torch.inference_mode():
             time_attention(self.bench.device, self.bench.findings, self.bench.read_bandwidth)
             check_attention(self.bench.device, self.bench.findings)
+            self.bench.drop()
+            check_last_pages(self.bench.device, self.bench.findings)
 
     def processes(self) -> None:
         self.bench.drop()
@@ -172,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     findings = Findings(asked.out / "findings.jsonl", lambda line: print(line, flush=True))
     dtype = torch.float32 if small else torch.bfloat16
     bench = Bench(torch.device(device), dtype, asked.shape or ("tiny" if small else "qwen3-8b"), findings)
-    blocks = Run(bench, small, asked.commit).blocks()
+    blocks = Run(bench, small, asked.commit, asked.out / "pair").blocks()
     names = [block.name for block in blocks]
     unknown = {*(asked.only or names), *([asked.first] if asked.first else [])} - set(names)
     if unknown:

@@ -12,6 +12,7 @@ from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
 from engine.attention.backends import AttentionRule, Span
 from engine.cuda.triton_attention import TritonBackend, takes_wide_tiles
+from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
 
 _PAGE_SIZE = 16
@@ -64,25 +65,46 @@ def check_attention(device: torch.device, findings: Findings) -> None:
         )
 
 
+def check_last_pages(device: torch.device, findings: Findings) -> None:
+    """In a pool of most of the free memory, whether the last pages give the bits that the first do: offsets beyond what
+    32 bits hold."""
+    query_heads, kv_heads, head_dim = 32, 8, 128
+    page_bytes = 2 * _PAGE_SIZE * kv_heads * head_dim * 2
+    pages = int(0.8 * torch.cuda.mem_get_info(device)[0]) // page_bytes
+    kv = PagedKv(1, pages, _PAGE_SIZE, kv_heads, head_dim, torch.bfloat16, device)
+    shape = (2, 2, kv_heads, _PAGE_SIZE, head_dim)
+    content = torch.randn(shape, generator=torch.Generator(device).manual_seed(8), device=device)
+    query = torch.randn(1, query_heads, head_dim, dtype=torch.bfloat16, device=device)
+    plan = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device, wide_from=math.inf).plan
+    found = []
+    for first in (0, pages - 2):
+        kv.layers[0].part(first, 2).fill(content)
+        span = Span(0, 1, 2 * _PAGE_SIZE - 1, [first, first + 1])
+        found.append(plan([span], 1).attend(kv.layers[0], query, AttentionRule(head_dim**-0.5)).clone())
+    findings.add("attention over the last pages", gib=pages * page_bytes / 2**30, equal=torch.equal(*found))
+
+
 def time_attention(device: torch.device, findings: Findings, bandwidth: float) -> None:
     """Of one layer of Qwen3-8B, one row a sequence, and in a long prefill; `read_microseconds`: what reading the KV
     alone would take."""
     query_heads, kv_heads, head_dim = 32, 8, 128
 
-    def microseconds(lengths: list[tuple[int, int]], wide_from: float) -> float:
-        spans, rows, kv = _pass(lengths, kv_heads, head_dim, torch.bfloat16, device)
+    def microseconds(lengths: list[tuple[int, int]], wide_from: float, quantized: bool = False) -> float:
+        spans, rows, kv = _pass(lengths, kv_heads, head_dim, torch.bfloat16, device, quantized)
         query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
         plan = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device, wide_from=wide_from).plan(spans, rows)
         calls = [partial(plan.attend, kv.layers[0], query, AttentionRule(head_dim**-0.5))] * _CALLS
         return graphed_seconds(calls, device) * 1e6
 
-    for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
+    for quantized, context, batch in itertools.product((False, True), _TIMED_CONTEXTS, _TIMED_BATCHES):
+        row_bytes = kv_row_bytes(head_dim, torch.bfloat16.itemsize, quantized)
         findings.add(
             "attention of one layer",
+            quantized_kv=quantized,
             context=context,
             batch=batch,
-            microseconds=microseconds([(context - 1, 1)] * batch, math.inf),
-            read_microseconds=batch * context * kv_heads * head_dim * 4 / bandwidth * 1e6,
+            microseconds=microseconds([(context - 1, 1)] * batch, math.inf, quantized),
+            read_microseconds=batch * context * 2 * kv_heads * row_bytes / bandwidth * 1e6,
         )
     for start, wide_tiles in itertools.product(_TIMED_STARTS, (False, True)):
         findings.add(

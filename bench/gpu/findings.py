@@ -15,8 +15,9 @@ from types import FrameType
 from typing import Any
 
 
-class OutOfTimeError(BaseException):
-    """The time limit of the block is over. Not an `Exception`, so that code that handles failures lets it through."""
+class OutOfTimeError(KeyboardInterrupt):
+    """The time limit of the block is over. Not an `Exception`, so that code that handles failures lets it through, and
+    one that event loops let through, too."""
 
 
 class Findings:

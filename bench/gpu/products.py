@@ -16,7 +16,7 @@ from bench.gpu.findings import Findings
 from engine.quantization.rounding import rounded
 from engine.quantization.weights import QuantizedWeight
 
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 64, 160, 512)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 64, 160, 192, 200, 256, 512)
 # Outputs and inputs of Qwen3-8B's layers, joined, and of its head.
 SHAPES = {
     "qkv": (6144, 4096),
@@ -35,11 +35,17 @@ Product = Callable[[Tensor, Weight], Tensor]
 
 
 def measure_products(
-    device: torch.device, findings: Findings, name: str, product: Product, bandwidth: float, bits: int = 16
+    device: torch.device,
+    findings: Findings,
+    name: str,
+    product: Product,
+    bandwidth: float,
+    bits: int = 16,
+    own: Product | None = None,
 ) -> None:
     """`product` of rows [rows, in] and weights [out, in], with fewer than 16 bits in codes. A finding for each shape:
     the row counts at which each row has the bits that it has alone (with codes: by the weight expanded to bfloat16),
-    the others, and microseconds by row count."""
+    the others, and microseconds by row count; and the row counts at which it has the bits of `own`."""
     shapes = SHAPES if device.type == "cuda" else _CPU_SHAPES
     for shape, (out_features, in_features) in shapes.items():
         generator = torch.Generator(device).manual_seed(3)
@@ -53,7 +59,7 @@ def measure_products(
         rows.normal_(generator=generator)
         reference = F.linear(rows.float(), weight.float())
         alone = torch.cat([product(rows[row : row + 1], weight) for row in range(max(ROW_COUNTS))])
-        equal, microseconds, error = [], {}, 0.0
+        equal, like_own, microseconds, error = [], [], {}, 0.0
         size = stored_bytes(stored)
         # Copies, in turn for calls one after the other, that no cache holds.
         weights = [stored, *(deepcopy(stored) for _ in range(min(CALLS, _WORKING_SET // size) - 1))]
@@ -62,6 +68,8 @@ def measure_products(
             error = max(error, float((found.float() - reference[:count]).abs().max()))
             if torch.equal(found, alone[:count]):
                 equal.append(count)
+            if own is not None and torch.equal(found, own(rows[:count], stored)):
+                like_own.append(count)
             calls = [partial(product, rows[:count], weights[number % len(weights)]) for number in range(CALLS)]
             microseconds[count] = graphed_seconds(calls, device) * 1e6
         findings.add(
@@ -70,6 +78,7 @@ def measure_products(
             in_features=in_features,
             equal_at=equal,
             unequal_at=[count for count in ROW_COUNTS if count not in equal],
+            **({} if own is None else {"like_own_at": like_own}),
             microseconds=microseconds,
             read_microseconds=size / bandwidth * 1e6,
             max_error=error,

@@ -14,13 +14,10 @@ import asyncio
 import json
 import math
 import multiprocessing
-import os
 import secrets
 import shlex
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -29,11 +26,11 @@ from typing import Any
 
 import httpx
 import psutil
-import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.record import write_result
+from bench.served import serving
 from bench.strangers.attackers import Victim, attack
 from bench.strangers.honest import Streams
 from deploy.progress import say
@@ -41,7 +38,6 @@ from services.gateway.settings import ConnectionLimits
 
 _HONEST_STREAMS = 2
 _RECEIPTS = 32
-_START_SECONDS = 600.0
 _TIMES = 3.0
 _GATEWAY_BYTES = 600e6
 _LOG_BYTES = 10e6
@@ -68,45 +64,22 @@ class Server:
 
 
 @contextmanager
-def serving(without_ray: bool, port: int) -> Iterator[Server]:
-    """`spool serve` of the demo with two keys and a key for receipts, in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="strangers-") as name:
-        folder = Path(name)
-        key = Ed25519PrivateKey.generate().private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        (folder / "receipts.pem").write_bytes(key)
+def attackable(without_ray: bool, port: int) -> Iterator[Server]:
+    """The demo, served with two keys and a key for receipts."""
+    key = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with tempfile.NamedTemporaryFile(suffix=".pem") as receipts:
+        receipts.write(key)
+        receipts.flush()
         honest, attacker = secrets.token_hex(16), secrets.token_hex(16)
         settings = {
-            "gateway": {"port": port, "grpc_port": port + 1, "receipt_key_file": str(folder / "receipts.pem")},
+            "gateway": {"port": port, "grpc_port": port + 1, "receipt_key_file": receipts.name},
             "auth": {"api_keys": [honest, attacker]},
         }
-        (folder / "spool.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-        command = [str(Path(sys.executable).with_name("spool")), "serve", "--config", str(folder / "spool.yaml")]
-        environment = {**os.environ, "SPOOL_STATE": str(folder / "state")}
-        with subprocess.Popen(
-            [*command, *(["--no-ray"] if without_ray else [])], env=environment, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                _wait_until_up(process)
-                state = json.loads((folder / "state" / "spool.json").read_text(encoding="utf-8"))
-                victim = Victim("127.0.0.1", port, f"127.0.0.1:{port + 1}", "demo", attacker)
-                yield Server(victim, honest, Path(state["log_folder"]))
-            finally:
-                process.terminate()
-
-
-def _wait_until_up(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    timer = threading.Timer(_START_SECONDS, process.kill)
-    timer.start()
-    for line in process.stderr:
-        print(line, end="", file=sys.stderr)
-        if line.startswith("Ctrl-C"):
-            timer.cancel()
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return
-    raise SystemExit("bench.strangers: spool serve ended at its start")
+        with serving(settings, without_ray, say) as served:
+            victim = Victim("127.0.0.1", port, f"127.0.0.1:{port + 1}", "demo", attacker)
+            yield Server(victim, honest, served.log_folder)
 
 
 @asynccontextmanager
@@ -200,7 +173,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8100, help="of HTTP; gRPC has the next one")
     parser.add_argument("--output", type=Path, default=Path("strangers.json"))
     arguments = parser.parse_args(argv)
-    with serving(arguments.no_ray, arguments.port) as server:
+    with attackable(arguments.no_ray, arguments.port) as server:
         result = asyncio.run(measure(server, arguments.seconds, arguments.beside_seconds, arguments.share))
     write_result(arguments.output, shlex.join(["python", "-m", "bench.strangers", *argv]), result)
     print(json.dumps(result, indent=2))

@@ -55,7 +55,7 @@ def _agreed(layer: TritonLinear, counts: Sequence[int], multiply: Multiply) -> f
     assert isinstance(layer.weight, torch.Tensor)
     dtype, device = layer.weight.dtype, layer.weight.device
     if device.type == "cuda":
-        _sum_in_one_part()
+        sum_in_one_part()
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _agreed(layer: TritonLinear, counts: Sequence[int], multiply: Multiply) -> f
         )
 
 
-def _sum_in_one_part() -> None:
+def sum_in_one_part() -> None:
     """From now on, in this process."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ ABSENT = (
 )
 
 
-def started(out: Path, *arguments: str) -> subprocess.Popen[str]:
+def started(out: Path, absent: Sequence[str], *arguments: str) -> subprocess.Popen[str]:
     """Neither the process nor any that it starts can import the absent packages."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+    (out / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
     environment = os.environ | {"PYTHONPATH": str(out), "OMP_NUM_THREADS": "1", CACHE_VARIABLE: str(cache_folder())}
     environment.pop("TRITON_INTERPRET", None)  # the tests of kernels are interpreted
     command = [sys.executable, "-m", "bench.gpu", "--out", str(out), "--device", "cpu", *arguments]
@@ -40,13 +41,16 @@ def kept(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("gpu")
-    process = started(out, "--seconds", "500")
+def run_to_its_end(out: Path, absent: Sequence[str], *arguments: str) -> list[dict[str, Any]]:
+    process = started(out, absent, "--seconds", "500", *arguments)
     told, errors = process.communicate()
     assert process.returncode == 0, told + errors
     return kept(out)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_to_its_end(tmp_path_factory.mktemp("gpu"), ABSENT)
 
 
 def named(found: list[dict[str, Any]], start: str) -> list[dict[str, Any]]:
@@ -73,3 +77,15 @@ def test_speculation_writes_what_plain_decoding_writes(found: list[dict[str, Any
         assert line["equal_tokens"] == line["equal_logits"] == line["tokens"] > 0
     for line in named(found, "draft inside"):
         assert line["equal_tokens"] == line["tokens"] > 0
+
+
+def test_the_pair_is_served(tmp_path: Path) -> None:
+    """With what a server needs and no Ray; texts with drafts, and beside workers that die, are those without."""
+    found = run_to_its_end(tmp_path, ["ray"], "--only", "served")
+    assert found[-1]["what"] == "done"
+    assert {"started, draft inside", "started, draft worker", "prefill"} <= {line["what"] for line in found}
+    compared = [line for line in found if "equal_texts" in line]
+    for what in ("auto, draft inside", "auto, draft worker", "top_k 20", "target killed", "draft killed"):
+        assert named(compared, what)
+    assert all(line["equal_texts"] == line["texts"] > 0 for line in compared)
+    assert not (tmp_path / "pair").exists()
