@@ -33,14 +33,16 @@ class DraftKv:
     def meet(self, history: Sequence[int], sampled: Sequence[int]) -> int:
         """Takes in the sequence's tokens: the target's history, and what it has sampled behind it, the last of which is
         not in its history yet. Gives how many of `fed` they begin with."""
-        same = before = self.agreed
-        while same < min(len(self.known), len(history)) and self.known[same] == history[same]:
+        known, fed, before = self.known, self.fed, self.agreed
+        same, end = before, min(len(known), len(history))
+        while same < end and known[same] == history[same]:
             same += 1
         self.places.truncate(same)
-        self.known[same:] = [*history[same:], *sampled]
-        self.agreed = max(len(self.known) - 1, 0)
-        valid = min(before, len(self.fed))
-        while valid < min(len(self.fed), len(self.known)) and self.fed[valid] == self.known[valid]:
+        known[same:] = [*history[same:], *sampled]
+        self.agreed = max(len(known) - 1, 0)
+        end = min(len(fed), len(known))
+        valid = min(before, end)
+        while valid < end and fed[valid] == known[valid]:
             valid += 1
         return valid
 

@@ -50,8 +50,9 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[TargetStream, None] = {}
         self._waiting: dict[DraftedSequence, TargetStream] = {}
+        # Of the present batch.
         self._answers: defaultdict[TargetStream, draft_pb2.Proposals] = defaultdict(draft_pb2.Proposals)
-        """Of the present batch."""
+        self._answered: defaultdict[TargetStream, list[tuple[DraftedSequence, Sequence[int]]]] = defaultdict(list)
         self._calls: list[partial[None]] = []
         """To be made on the event loop when the batch has ended."""
         self._number = 0
@@ -124,6 +125,7 @@ class Batcher:
     def _batch(self) -> None:
         self._number += 1
         self._answers.clear()
+        self._answered.clear()
         with self._lock:
             arrived, self._arrived = self._arrived, []
         self._calls += [partial(stream.note, step, taken=True) for stream, step in arrived if step is not None]
@@ -142,6 +144,12 @@ class Batcher:
             one.served = self._number
             if not answer.behind:
                 self._answer(one, answer)
+        for stream, answered in self._answered.items():
+            proposals = self._answers[stream]
+            proposals.sequence_ids.extend([one.sequence_id for one, _ in answered])
+            proposals.digests.extend([one.tokens.digests[-1] for one, _ in answered])
+            proposals.counts.extend([len(tokens) for _, tokens in answered])
+            proposals.tokens.extend([token for _, tokens in answered for token in tokens])
         self._calls += [partial(stream.answers.put_nowait, proposals) for stream, proposals in self._answers.items()]
 
     def _apply(self, stream: TargetStream, step: VerdictsOfStep) -> None:
@@ -214,14 +222,10 @@ class Batcher:
 
     def _answer(self, one: DraftedSequence, answer: DraftAnswer) -> None:
         stream = self._waiting.pop(one)
-        proposals = self._answers[stream]
         if answer.refused:
             self._forget(stream, one.sequence_id)
-            proposals.refused_ids.append(one.sequence_id)
-        proposals.sequence_ids.append(one.sequence_id)
-        proposals.digests.append(one.tokens.digest(len(one.tokens)))
-        proposals.counts.append(len(answer.tokens))
-        proposals.tokens.extend(answer.tokens)
+            self._answers[stream].refused_ids.append(one.sequence_id)
+        self._answered[stream].append((one, answer.tokens))
 
     def _forget(self, stream: TargetStream, sequence_id: int) -> None:
         one = stream.sequences.pop(sequence_id, None)
@@ -234,6 +238,7 @@ class Batcher:
             self._forget(stream, sequence_id)
         self._streams.pop(stream, None)
         self._answers.pop(stream, None)
+        self._answered.pop(stream, None)
 
     def _refuse(self, stream: TargetStream, refusal: BadMessageError) -> None:
         self._drop(stream)
@@ -254,7 +259,7 @@ def _follow(one: DraftedSequence, verdict: Verdict) -> bool:
     one.tokens.truncate(start)
     one.kv.truncate(start)
     one.tokens.extend(verdict.tokens)
-    return one.tokens.digest(verdict.length) == verdict.digest
+    return one.tokens.digests[-1] == verdict.digest
 
 
 def _ask(one: DraftedSequence) -> DraftAsk:
