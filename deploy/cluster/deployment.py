@@ -13,7 +13,7 @@ from deploy.progress import Reporter
 from deploy.ray_app.serve_options import PROXIES, serve_content
 
 _POLL_SECONDS = 0.3
-_WATCH_SECONDS = 2.0
+_WATCH_SECONDS = 5.0
 
 
 def deploy(config: SpoolConfig, reporter: Reporter) -> None:
