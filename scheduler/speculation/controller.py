@@ -137,7 +137,9 @@ class Controller:
         request, target = sequence.request, sequence.target
         if sequence.suspected:
             return 0
-        length = self._config.draft_length if request.draft_length is None else request.draft_length
+        length, asked = self._config.draft_length, request.draft_length
+        if asked is not None and (asked < length or request.expected_output):
+            length = asked
         if length >= (rest := sequence.end - sequence.length):
             length = rest - 1
         if target is None:

@@ -189,7 +189,9 @@ def test_large_messages_do_not_hold_the_event_loop(
     data, began = request.SerializeToString(), time.thread_time()
     pb.GenerateRequest.FromString(data)
     parsing = time.thread_time() - began
-    assert longest() < MOST_SECONDS + 4 * parsing
+    # What looks at each element takes tens of times as long. Parsing and freeing them takes twice, and more where the
+    # memory is somebody else's meanwhile.
+    assert longest() < MOST_SECONDS + 10 * parsing
 
 
 def test_only_the_models_length_limits_the_largest_honest_requests(http: httpx.Client) -> None:

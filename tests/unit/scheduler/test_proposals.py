@@ -60,6 +60,16 @@ def test_what_was_proposed_is_verified_in_the_next_row(
 
 
 @pytest.mark.parametrize("policy", list(Policy))
+def test_a_request_may_ask_for_fewer_tokens_than_the_server_drafts_but_not_for_more(policy: Policy) -> None:
+    """Rows with many tokens would delay those of others."""
+    driver = cell("draft", draft_length=3, policy=policy)
+    for sequence_id, asked in ((1, 2), (2, 64)):
+        driver.submit(sequence_id, max_tokens=30, draft_length=asked)
+    check_to_the_end(driver, 1, 2)
+    assert [max(drafted for drafted, _ in rounds(driver, one)) for one in (1, 2)] == [2, 3]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
 @pytest.mark.parametrize("drafts", [False, True])
 def test_nothing_is_asked_for_where_nobody_proposes_or_no_draft_is_wanted(policy: Policy, drafts: bool) -> None:
     driver = cell("draft" if drafts else "none", policy=policy)
