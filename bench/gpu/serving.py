@@ -177,7 +177,8 @@ class PairServer:
 
     def _prefill(self, served: Served) -> None:
         for context in self._sizes.contexts:
-            (answer,) = self._answers(served, self._prompts(1, context), 1, {**_GREEDY, **_PLAIN})
+            # Seeds of their own, so that none begins with another that is cached.
+            (answer,) = self._answers(served, self._prompts(1, context, seed=context), 1, {**_GREEDY, **_PLAIN})
             seconds = answer.first_seconds
             self._bench.findings.add(
                 "prefill", context=context, first_token_seconds=seconds, tokens_per_second=context / seconds
@@ -241,8 +242,8 @@ class PairServer:
             "equal_texts": sum(one.tokens == self._alone[number] for number, one in enumerate(answers)),
         }
 
-    def _prompts(self, count: int, tokens: int = _PROMPT_TOKENS) -> list[list[int]]:
-        return prompts(count, tokens, SHAPES[self._bench.shape]().target.vocab_size, seed=6)
+    def _prompts(self, count: int, tokens: int = _PROMPT_TOKENS, seed: int = 6) -> list[list[int]]:
+        return prompts(count, tokens, SHAPES[self._bench.shape]().target.vocab_size, seed)
 
     def _answers(
         self,

@@ -17,8 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bench.served import ROOT
-
+_ROOT = Path(__file__).parents[2]
 _LEFT_OUT = ("ray", "torch", "transformers", "accelerate", "huggingface-hub", "numpy", "safetensors", "tokenizers")
 _ALSO = ("psutil",)
 """What the benchmark itself needs."""
@@ -52,7 +51,7 @@ def main(arguments: list[str]) -> int:
     command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
     subprocess.run([*command, *needed(asked.python)], check=True)
     # A server asks for its own version.
-    own = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(asked.folder), str(ROOT)]
+    own = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(asked.folder), str(_ROOT)]
     subprocess.run(own, check=True)
     size = sum(path.stat().st_size for path in asked.folder.glob("*.whl"))
     print(f"{asked.folder}: {size / 2**20:.1f} MiB")
