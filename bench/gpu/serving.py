@@ -91,7 +91,6 @@ class PairServer:
 
     def __init__(self, bench: Bench, small: bool, folder: Path) -> None:
         self._bench = bench
-        self._small = small
         self._folder = folder
         self._sizes = Sizes.of(small)
         self._alone: dict[int, list[int]] = {}
@@ -99,8 +98,8 @@ class PairServer:
 
     def run(self) -> None:
         """Raises what a server raises that does not start, and RuntimeError for an answer that is none."""
-        self._save()
         try:
+            self._save()
             with self._serving("draft inside", {"draft_in": "targets"}) as served:
                 self._speeds(served, "draft inside", plain=True)
                 self._sampled(served)
@@ -121,7 +120,10 @@ class PairServer:
         arguments = bench.shape, str(bench.device), bench.dtype, self._folder
         process = get_context("spawn").Process(target=save_pair, args=arguments)
         process.start()
-        process.join()
+        try:
+            process.join()
+        finally:
+            process.kill()  # where the time is over
         if process.exitcode:
             raise RuntimeError(f"the pair was not saved: exit code {process.exitcode}")
         size = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
