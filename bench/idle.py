@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def _name(process: psutil.Process) -> str:
     if words[0].startswith("ray::"):
         return words[0].split("#")[0].strip()
     if "-m" in words:
-        return " ".join(words[words.index("-m") + 1 :][:3]).split(" {")[0]
+        return " ".join(word for word in words[words.index("-m") + 1 :] if not re.search(r"[/\[{]", word))
     scripts = [Path(word).name for word in words[:4] if word.endswith(".py")]
     return (scripts or [Path(words[0]).name])[0]
 

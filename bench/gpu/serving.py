@@ -40,6 +40,7 @@ _GREEDY = {"temperature": 0.0}
 # The defaults of Qwen3's checkpoints.
 _FILTERED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "seed": 7}
 _PLAIN = {"spool": {"speculation": False}}
+_DRAFTED = {"spool": {"draft_length": 3}}
 # On this signal, a process with CUDA reads beyond an array: the device's context is lost.
 _DEVICE_ASSERT = """
 import signal
@@ -83,7 +84,7 @@ class Sizes:
 
     @classmethod
     def of(cls, small: bool) -> Sizes:
-        return cls((1, 4), 16, (200, 400)) if small else cls((1, 8, 32, 64, 256), 128, (2048, 8192, 32000))
+        return cls((1, 4), 64, (200, 400)) if small else cls((1, 8, 32, 64, 256), 128, (2048, 8192, 32000))
 
 
 class PairServer:
@@ -162,7 +163,7 @@ class PairServer:
 
     def _speeds(self, served: Served, name: str, plain: bool) -> None:
         """Greedy, by the number of streams: plain, with as many drafted tokens as pay, and with three."""
-        modes: dict[str, dict[str, Any]] = {"auto": {}, "3 drafted": {"spool": {"draft_length": 3}}}
+        modes: dict[str, dict[str, Any]] = {"auto": {}, "3 drafted": _DRAFTED}
         for batch in self._sizes.batches:
             for mode, fields in {**({"plain": _PLAIN} if plain else {}), **modes}.items():
                 self._measure(served, f"{mode}, {name}", batch, {**_GREEDY, **fields})
@@ -187,7 +188,8 @@ class PairServer:
             )
 
     def _death(self, served: Served, name: str, worker: str, number: signal.Signals) -> None:
-        """Of a worker, a third into the texts of some streams. All of them go on, with the same tokens."""
+        """Of a worker, a third into the texts of some streams, for which the draft is in use. All of them go on, with
+        the same tokens."""
         tokens, came = self._sizes.tokens, threading.Event()
         died = 0.0
 
@@ -205,13 +207,14 @@ class PairServer:
         thread.start()
         count = min(_DEATH_STREAMS, self._sizes.batches[-1])
         try:
-            answers = self._answers(served, self._prompts(count), tokens, _GREEDY, heard)
+            answers = self._answers(served, self._prompts(count), tokens, {**_GREEDY, **_DRAFTED}, heard)
         finally:
             came.set()
             thread.join()
         self._bench.findings.add(
             name,
             **self._compared(answers),
+            drafted=sum(one.drafted for one in answers),
             longest_gap_seconds=max(one.longest_gap for one in answers),
             seconds_from_death_to_end=time.perf_counter() - died,
         )

@@ -30,8 +30,8 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
     Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
     takes its place. Replicas are as nice as what started them, not Ray's 15: those that serve must not wait for
     whatever else runs. Nothing is reported to Ray's makers. A Ray that is no cluster has the address 127.0.0.1, so
-    its processes, and the agents that tell its metrics, listen there alone. Serve's own metrics, of requests that come
-    through it, are of nothing here: replicas add them up every two seconds, not ten times a second.
+    its processes, and the agents that tell its metrics, listen there alone. No request of a client comes
+    through Serve, so replicas add up its metrics of them every two seconds, not ten times a second.
     """
     return {
         "RAY_AUTH_MODE": "token",
