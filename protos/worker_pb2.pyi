@@ -132,20 +132,18 @@ class StepRequest(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., following: _Optional[_Union[FollowingRows, _Mapping]] = ..., grant: _Optional[_Union[DraftGrant, _Mapping]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftGrant(_message.Message):
-    __slots__ = ("address", "draft_epoch", "scheduler_epoch", "number", "target_id", "after_death")
+    __slots__ = ("address", "draft_epoch", "scheduler_epoch", "number", "target_id")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TARGET_ID_FIELD_NUMBER: _ClassVar[int]
-    AFTER_DEATH_FIELD_NUMBER: _ClassVar[int]
     address: str
     draft_epoch: int
     scheduler_epoch: int
     number: int
     target_id: str
-    after_death: bool
-    def __init__(self, address: _Optional[str] = ..., draft_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., number: _Optional[int] = ..., target_id: _Optional[str] = ..., after_death: _Optional[bool] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., draft_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., number: _Optional[int] = ..., target_id: _Optional[str] = ...) -> None: ...
 
 class Row(_message.Message):
     __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "verify", "draft_length", "sample", "parameters", "scoring", "known_tokens")

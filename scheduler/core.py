@@ -242,9 +242,6 @@ class SchedulerCore:
 
     def _lose(self, event: WorkerLost, now: float) -> None:
         """Forgets everything in flight there. A target's sequences go elsewhere, with the tokens that they have."""
-        draft = self._fleet.drafts.get(event.worker_id)
-        if draft is not None and not event.blameless:
-            self._assignment.died(draft)
         target = self._fleet.remove(event.worker_id)
         if target is not None:
             suspects = [] if event.blameless or target.draining else in_flight(target)

@@ -306,11 +306,10 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class DraftGrant:
     """Lets a target ask a draft worker for proposals. Of two grants for one target, the one with the higher number
-    counts. `after_death`: the draft worker of the target's grant before has died."""
+    counts."""
 
     draft_id: str
     number: int
-    after_death: bool = False
 
 
 @dataclass(slots=True)

@@ -160,8 +160,6 @@ class TargetWorker:
         # What scheduler/transitions/assignment.py knows of it.
         self.draft: DraftWorker | None = None
         self.grant: DraftGrant | None = None
-        self.draft_died = False
-        """Whether the draft worker of the latest grant has."""
         self.granted_at = 0.0
         self.late_steps = 0
         """Steps in a row in which too few proposals were there in time."""

@@ -74,11 +74,6 @@ class Assignment:
         if now >= self._balanced_at + _SECONDS_UNTIL_BALANCED:
             self._balance(now, granted_before=now - _SECONDS_BETWEEN)
 
-    def died(self, draft: DraftWorker) -> None:
-        """Tells its targets with their next grants, since a request of theirs may be the reason."""
-        for target in draft.targets.values():
-            target.draft_died = True
-
     def _able(self) -> list[DraftWorker]:
         return [draft for draft in self._fleet.drafts.values() if not draft.draining]
 
@@ -89,8 +84,7 @@ class Assignment:
         if draft is not None:
             self._last_number += 1
             draft.targets[target.worker_id] = target
-            target.grant = DraftGrant(draft.worker_id, self._last_number, target.draft_died)
-            target.draft_died = False
+            target.grant = DraftGrant(draft.worker_id, self._last_number)
         target.granted_at, target.late_steps = now, 0
         target.figures.change_proposer(None if draft is None else draft.acceptance)
 

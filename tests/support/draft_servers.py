@@ -136,10 +136,8 @@ class ScriptedDrafter:
         self.script = script
         self.requests: SimpleQueue[draft_pb2.DraftRequest] = SimpleQueue()
 
-    def grant(self, number: int = 1, after_death: bool = False) -> worker_pb2.DraftGrant:
-        return worker_pb2.DraftGrant(
-            address=self.address, draft_epoch=1, number=number, target_id="target-0", after_death=after_death
-        )
+    def grant(self, number: int = 1) -> worker_pb2.DraftGrant:
+        return worker_pb2.DraftGrant(address=self.address, draft_epoch=1, number=number, target_id="target-0")
 
     def __enter__(self) -> Self:
         self._threads = ThreadPoolExecutor(4)

@@ -459,7 +459,6 @@ class WorkerLink:
             scheduler_epoch=scheduler_epoch,
             number=grant.number,
             target_id=self.endpoint.worker_id,
-            after_death=grant.after_death,
         )
 
     def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:

@@ -13,8 +13,9 @@ from services.worker.drafting.limits import check_at_most
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.patience import Patience
 
-_DEATHS = 2
-"""Draft workers that die in a row and owe an answer for a sequence, before no other one is asked for it."""
+_OWING = 2
+"""Draft workers in a row that the target has left while they owed an answer for a sequence, before no other one is
+asked for it."""
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class RemoteSequence:
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
     `tokens` are what is proposed. `met`: the draft has proposed for the sequence and has little to read for the next
     proposal, so that steps wait for it. `owed`: a stream broke while an answer was due, if only to say that KV is
-    there; `deaths` counts the drafts that died so, in a row.
+    there; `owing` counts the drafts that the target has left so, in a row.
     """
 
     sent: int = 0
@@ -34,7 +35,7 @@ class RemoteSequence:
     tokens: Sequence[int] = ()
     met: bool = False
     owed: bool = False
-    deaths: int = 0
+    owing: int = 0
     refused: bool = False
 
     @property
@@ -46,14 +47,15 @@ class RemoteSequence:
 
     def take_in(self, answer: Answer) -> None:
         """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
-        self.met = self.met or bool(answer.tokens)
+        if answer.tokens:
+            self.met, self.owing = True, 0
         if answer.digest != self.asked:
             return
         name = f"the number of tokens for sequence {answer.sequence_id}"
         check_at_most(name, len(answer.tokens), self.most)
         self.answered = True
         if self.most:
-            self.tokens, self.met, self.deaths = answer.tokens, True, 0
+            self.tokens, self.met, self.owing = answer.tokens, True, 0
 
     def forget_stream(self) -> None:
         """The draft of the next stream knows nothing of the sequence."""
@@ -75,12 +77,13 @@ class Mailbox:
         self._report = DraftingReport()
         self._refused: list[int] = []
 
-    def granted(self, after_death: bool) -> None:
-        """Another draft worker serves the target, perhaps since the one before has died."""
+    def granted(self) -> None:
+        """Another draft worker serves the target. The one before may have died of a sequence for which it owes an
+        answer, or is going to, whatever the other one was granted for."""
         for sequence_id, one in self.sequences.items():
-            one.deaths += one.owed and after_death
+            one.owing += one.owed
             one.owed = False
-            if one.deaths >= _DEATHS:
+            if one.owing >= _OWING:
                 self._refuse(sequence_id, one)
 
     def open(self) -> None:

@@ -59,7 +59,7 @@ class RemoteProposer:
         self._grant, self._stream, self._closed_ids = None, None, []
         if grant is not None:
             with self._mailbox.lock:
-                self._mailbox.granted(grant.after_death)
+                self._mailbox.granted()
             self._grant = worker_pb2.DraftGrant()
             self._grant.CopyFrom(grant)
             self._stream = DraftStream(self._grant, self._vocabulary_size, self._security, self._mailbox, self._options)

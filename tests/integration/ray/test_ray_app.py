@@ -62,12 +62,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
-    """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost. Some
-    are structured, by a grammar that is not complete before their end."""
+    """What every request must get. Half of the first ask for drafts, whatever `auto` thinks of what these models cost,
+    and all that are structured, by a grammar that is not complete before their end."""
     structured = [Case("Fill this in: ", 100 + n, 0.8, 200, regex=FORM, stop_token_ids=(LINE_END,)) for n in range(4)]
     answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(6, max_tokens=200), *structured])
     assert all(re.match("[a-z]{2,4} [0-9]{1,3}[;,] ", answers[case].text) for case in structured)
-    return {replace(case, draft_length=(None, 4)[case.seed // 2 % 2]): answer for case, answer in answers.items()}
+    return {
+        replace(case, draft_length=4 if case.regex or case.seed // 2 % 2 else None): answer
+        for case, answer in answers.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -229,19 +232,23 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
 
 
 def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dict[Case, Answer]) -> None:
+    """Half of the streams are structured and drafted, so that some of these run whenever a process is killed."""
     before = served.cluster.scheduler()["scheduler_epoch"]
+    structured = [case for case in expected if case.regex]
+    others = [case for case in expected if not case.regex]
+    asked = [case for pair in zip(cycle(structured), others, strict=False) for case in pair]
 
     async def run() -> None:
         async with streaming(served.application) as client, watching(served.application) as watcher:
-            async with ConstantLoad(client, list(expected), STREAMS) as load:
+            async with ConstantLoad(client, asked, STREAMS) as load:
                 faults = Faults(served.application, watcher, load, WORKERS, SECONDS)
                 killed = [await faults.kill_worker(DRAFT), await faults.kill_worker(TARGET)]
                 killed.append(await faults.kill_scheduler())
                 stopped = [await faults.stop_worker(role, None) for role in (DRAFT, TARGET)]
             assert faults_of(load.records, expected) == []
-            structured = [one for one in load.records if one.case.regex and one.case.draft_length and one.arrivals]
+            ran = [one for one in load.records if one.case in structured and one.arrivals]
             for struck in killed:
-                assert any(one.arrivals[0] < struck.window.begin < one.arrivals[-1] for one in structured), struck
+                assert any(one.arrivals[0] < struck.window.begin < one.arrivals[-1] for one in ran), struck
             assert sum(record.answered for record in load.records) == len(load.records) >= STREAMS
             assert len({one.process_id for one in [*killed, *stopped]}) == 5
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained, WorkerLost
+from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 CUT_OFF = DraftingReport(connected=False)
@@ -146,32 +146,6 @@ def test_loads_are_not_balanced_by_a_target_that_has_just_left_its_draft() -> No
     assert run(driver, "t", GOOD) == other
     # The others take its place.
     assert [until_told(driver, name) for name in "uv"] == [left, left]
-
-
-def test_targets_are_told_that_their_draft_has_died_and_of_nothing_else() -> None:
-    driver = cell("t", "de")
-    driver.submit(1, max_tokens=900)
-
-    def told_of_death() -> bool:
-        until_told(driver, "t")
-        grant = grants(driver)["t"]
-        assert grant is not None
-        return grant.after_death
-
-    assert not told_of_death()
-    driver.drain("d")
-    assert not told_of_death()
-    driver.lose("e")
-    driver.join("f", Role.DRAFT)
-    assert told_of_death()
-    driver.join("d", Role.DRAFT)
-    driver.handle(WorkerLost("f", blameless=True))
-    assert not told_of_death()
-    # Also where there is no other draft for a while.
-    driver.lose("d")
-    assert until_told(driver, "t") is None
-    driver.join("d", Role.DRAFT)
-    assert told_of_death()
 
 
 def test_the_only_draft_stays_whatever_the_target_reports() -> None:

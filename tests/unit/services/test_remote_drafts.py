@@ -127,6 +127,11 @@ def dying_of_one(request: draft_pb2.DraftRequest) -> Answered:
     yield answer_of(request)
 
 
+def silent_on_one(request: draft_pb2.DraftRequest) -> Answered:
+    if 1 not in request.sequence_ids:
+        yield answer_of(request)
+
+
 def offer_over_break(proposer: RemoteProposer, one: PlayedSequence) -> None:
     """Over a stream that breaks of it."""
     wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
@@ -134,50 +139,57 @@ def offer_over_break(proposer: RemoteProposer, one: PlayedSequence) -> None:
     wait_until(lambda: not proposer.connected, "the stream is lost", pause=0.001)
 
 
+def owe(proposer: RemoteProposer, drafter: ScriptedDrafter, one: PlayedSequence) -> None:
+    """Asks a draft that does not answer for the sequence, over a stream that stays."""
+    wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
+    offer(proposer, [one], 2)
+    wait_until(lambda: drafter.requests.get(timeout=LONG).sequence_ids, "it is asked for", pause=0)
+
+
 @pytest.mark.parametrize("reading", [False, True])
-def test_sequences_over_which_two_drafts_died_are_refused(reading: bool) -> None:
-    """Whether drafts die while they propose, or while they read the prompt of sequence 1."""
+@pytest.mark.parametrize("breaks", [False, True])
+def test_sequences_for_which_two_drafts_owed_an_answer_are_refused(reading: bool, breaks: bool) -> None:
+    """Whether they died before the target left them or may die later, as they propose or as they read the prompt."""
     deadly, other = played(1, 2)
     if reading:
         deadly = PlayedSequence(1, [1, 2, 3])
-    with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
+    with ScriptedDrafter(dying_of_one if breaks else silent_on_one) as drafter, connected(drafter) as proposer:
         for number in (2, 3):
-            offer_over_break(proposer, deadly)
-            # The scheduler has noticed, and gives the target another one.
-            proposer.set_grant(drafter.grant(number, after_death=True))
+            if breaks:
+                offer_over_break(proposer, deadly)
+            else:
+                owe(proposer, drafter, deadly)
+            proposer.set_grant(drafter.grant(number))
         refused(proposer, 1)
         wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
         offer(proposer, [deadly, other], 2)
         assert proposed(proposer, [other]) == [[1, 1]]
 
 
-@pytest.mark.parametrize("granted_anew", [False, True])
-def test_links_that_break_and_drafts_that_leave_refuse_nothing(granted_anew: bool) -> None:
+def test_links_that_break_refuse_nothing() -> None:
     (one,) = played(1)
     with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
-        for number in range(2, 6):
+        for _ in range(4):
             offer_over_break(proposer, one)
-            if granted_anew:
-                proposer.set_grant(drafter.grant(number))
-        # One death is no two.
-        proposer.set_grant(drafter.grant(9, after_death=True))
+        # One draft that owes is no two.
+        proposer.set_grant(drafter.grant(2))
         drafter.script = healthy
         assert proposed_again(proposer, [one]) == [[1, 1]]
         assert proposer.report().refused == ()  # type: ignore[union-attr]
 
 
-def test_a_draft_that_died_after_the_stream_was_let_in_again_has_not_died_of_what_it_owed_before() -> None:
+def test_a_draft_that_has_let_the_stream_in_again_owes_nothing_of_before() -> None:
     (one,) = played(1)
     with ScriptedDrafter(dying_of_one) as drafter, connected(drafter) as proposer:
         for number in (2, 3, 4):
             offer_over_break(proposer, one)
             wait_until(lambda: proposer.connected, "the stream is there again", pause=0.01)
-            proposer.set_grant(drafter.grant(number, after_death=True))
+            proposer.set_grant(drafter.grant(number))
             wait_until(lambda: proposer.connected, "the other draft lets the target in", pause=0.01)
         assert proposer.report().refused == ()  # type: ignore[union-attr]
 
 
-def test_proposal_between_two_deaths_clears_a_sequence() -> None:
+def test_a_proposal_between_two_drafts_that_owe_clears_a_sequence() -> None:
     (deadly,) = played(1)
     with ScriptedDrafter(healthy) as drafter, connected(drafter) as proposer:
         for number in (2, 3, 4):
@@ -188,7 +200,28 @@ def test_proposal_between_two_deaths_clears_a_sequence() -> None:
             drafter.script = dying_of_one
             deadly.commit(5)
             offer_over_break(proposer, deadly)
-            proposer.set_grant(drafter.grant(number, after_death=True))
+            proposer.set_grant(drafter.grant(number))
+        report = proposer.report()
+        assert report is not None
+        assert report.refused == ()
+
+
+def test_drafts_that_are_late_refuse_nothing() -> None:
+    slow, other = played(1, 2)
+
+    def late(request: draft_pb2.DraftRequest) -> Answered:
+        answer = answer_of(request)
+        if 1 in request.sequence_ids:
+            answer.digests[0] ^= 1
+        yield answer
+
+    with ScriptedDrafter(late) as drafter, connected(drafter) as proposer:
+        for number in (2, 3, 4):
+            wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
+            for one in (slow, other):
+                offer(proposer, [one], 2)
+            assert proposed(proposer, [other]) == [[1, 1]]
+            proposer.set_grant(drafter.grant(number))
         report = proposer.report()
         assert report is not None
         assert report.refused == ()
