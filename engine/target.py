@@ -24,6 +24,7 @@ from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logprobs import read_logprobs, token_logprobs
 from engine.sampling.sampler import choose_tokens, known
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
+from scheduler.messages import TokenLogprobs
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
 _NOT_A_NUMBER = "the target's logits are not finite"
@@ -84,12 +85,8 @@ class TargetEngine:
                 result = self._runner.run([sequences[index] for index in batch], computing)
                 timings.add(result.timings)
                 logits = result.logits[:, : self.description.vocabulary_size]
-                first = chosen = sum(sequences[index].logits for index in batch)
-                sampled = self._sample([rows[index] for index in batch], logits[:chosen], masking)
+                sampled = self._sample([rows[index] for index in batch], logits, masking)
                 for index, outcome in zip(batch, sampled, strict=True):
-                    last = first + len(sequences[index].scored)
-                    _score(rows[index], outcome, logits[first:last], self._scan)
-                    first = last
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
@@ -109,6 +106,7 @@ class TargetEngine:
     def _sample(
         self, rows: Sequence[VerifyRow], logits: torch.Tensor, masking: Future[TokenMasks] | None
     ) -> list[RowOutcome]:
+        """`logits`: of what is sampled, and then of the prompts' tokens that are scored."""
         contexts = [
             SamplingContext.after(row, row.draft_tokens[:drafted])
             for row in rows
@@ -118,21 +116,26 @@ class TargetEngine:
         spans = _spans(rows)
         failed = self._constrain(rows, spans, logits, contexts, masking)
         asked = [place for row, span in zip(rows, spans, strict=True) if row.logits_digests for place in span]
-        chosen = choose_tokens(logits, contexts, scan=self._scan)
-        parts, scored = [chosen], list[int]()
+        chosen = choose_tokens(logits[: len(contexts)], contexts, scan=self._scan)
+        parts, places = [chosen], list[int]()
         # Of drafts that are not accepted, too: a GPU's host waits once for all.
         if asked:
             parts.append(self._scan.digests(logits, asked))
         if self._scan.beside_host:
-            scored = [
+            places = [
                 place for row, span in zip(rows, spans, strict=True) if row.top_logprobs is not None for place in span
             ]
-        if scored:
-            where, most = on_device(scored, logits.device), max(row.top_logprobs or 0 for row in rows)
-            parts.append(self._scan.logprobs(logits, scored, chosen[where].clamp(min=0), most).flatten())
+        scored = [token for row in rows if row.scoring is not None for token in row.scoring.tokens]
+        if places or scored:
+            own = chosen[on_device(places, logits.device)].clamp(min=0)
+            tokens = torch.cat([own, on_device(scored, logits.device)])
+            most = max(max(row.top_logprobs or 0, row.scoring.top if row.scoring is not None else 0) for row in rows)
+            every = [*places, *range(len(contexts), len(logits))]
+            parts.append(self._scan.logprobs(logits, every, tokens, most).flatten())
         numbers = (torch.cat(parts) if len(parts) > 1 else chosen).tolist()
         sampled, digests = known(numbers[: len(contexts)]), iter(numbers[len(contexts) :])
-        logprobs = _lines(numbers[len(contexts) + len(asked) :], len(scored))
+        lines = list(_lines(numbers[len(contexts) + len(asked) :], len(places) + len(scored)))
+        logprobs, of_prompts = iter(lines[: len(places)]), iter(lines[len(places) :])
         outcomes = list[RowOutcome]()
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
             if index in failed:
@@ -143,12 +146,15 @@ class TargetEngine:
             if row.logits_digests:
                 own_digests = [digest % 2**64 or 1 for digest in islice(digests, len(span))]
                 outcome.logits_digests = own_digests[: len(tokens)]
-            if row.top_logprobs is not None and scored:
-                lines = list(islice(logprobs, len(span)))
-                outcome.logprobs = read_logprobs(tokens, lines[: len(tokens)], row.top_logprobs)
+            if row.top_logprobs is not None and places:
+                of_span = list(islice(logprobs, len(span)))
+                outcome.logprobs = read_logprobs(tokens, of_span[: len(tokens)], row.top_logprobs)
             elif row.top_logprobs is not None:
                 own_logits = logits[span.start : span.start + len(tokens)]
                 outcome.logprobs = token_logprobs(own_logits, tokens, row.top_logprobs, self._scan)
+            if row.scoring is not None:
+                of_prompt = islice(of_prompts, len(row.scoring.tokens))
+                _score(outcome, read_logprobs(row.scoring.tokens, of_prompt, row.scoring.top))
             outcomes.append(outcome)
         return outcomes
 
@@ -198,12 +204,8 @@ def _lines(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
     return (numbers[line * len(numbers) // count : (line + 1) * len(numbers) // count] for line in range(count))
 
 
-def _score(row: VerifyRow, outcome: RowOutcome, logits: torch.Tensor, scan: LogitsScan) -> None:
+def _score(outcome: RowOutcome, found: list[TokenLogprobs]) -> None:
     """Adds the prompt's log probabilities to the row's outcome."""
-    if row.scoring is None:
-        return
-    tokens = row.scoring.tokens
-    found = token_logprobs(logits, tokens, row.scoring.top, scan)
     if outcome.error is None and any(isnan(entry.logprob) for entry in found):
         outcome.tokens, outcome.accepted, outcome.error = [], 0, _NOT_A_NUMBER
     if outcome.error is None:

@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.models.memory_plan import LISTED_AT_ONCE, SHAPED_AT_ONCE
+from engine.models.memory_plan import LISTED_AT_ONCE
 from engine.passes.device import current, host_buffer, on_device
 from engine.sampling.context import Draw
 from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
-from engine.sampling.logits_shaping import WEIGHT_BITS, Change, in_order
+from engine.sampling.logits_shaping import WEIGHT_BITS, Change
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 if TYPE_CHECKING:
@@ -428,67 +428,122 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum(largest, sums, logits, row_stride, size, chunk_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One chunk of a row: its largest score, and the sum of its probabilities relative to that."""
-    chunk, row = tl.program_id(0), tl.program_id(1)
-    place = row * tl.num_programs(0) + chunk
-    column = chunk * chunk_size + tl.arange(0, chunk_size)
-    score = _scores(logits, row, row_stride, column, column < size)
+def _first_largest(score, column, size):  # type: ignore[no-untyped-def]
+    """The largest score of a chunk and its first column; `size` where no score is."""
     top = tl.max(score, 0)
-    tl.store(largest + place, top)
-    tl.store(sums + place, tl.sum(tl.exp(score - tl.where(top == -_INF, 0.0, top)), 0))
+    return top, tl.min(tl.where(score == top, column, size), 0)
 
 
 @triton.jit
-def _log_sum(found, largest, sums, count, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row, of `count` chunks: its largest score, and the logarithm of the sum of its probabilities relative to
-    that. One program adds up all chunks, in one order."""
-    row = tl.program_id(0)
-    place, exists = row * count + tl.arange(0, chunks), tl.arange(0, chunks) < count
-    tops = tl.load(largest + place, mask=exists, other=-_INF)
+def _sum(  # type: ignore[no-untyped-def]
+    largest, columns, sums, logits, rows, row_stride, size, chunk_size: tl.constexpr
+):
+    """One chunk of a row: its first largest score, and the sum of its probabilities relative to that."""
+    chunk, line = tl.program_id(0), tl.program_id(1)
+    place = line * tl.num_programs(0) + chunk
+    column = chunk * chunk_size + tl.arange(0, chunk_size)
+    score = _scores(logits, tl.load(rows + line), row_stride, column, column < size)
+    top, first = _first_largest(score, column, size)
+    tl.store(largest + place, top)
+    tl.store(columns + place, first)
+    tl.store(sums + place, tl.sum(tl.exp(score - tl.where(top == -_INF, 0.0, top)), 0))
+
+
+# One program for any number of likeliest tokens.
+@triton.jit(do_not_specialize=["likeliest"])
+def _likeliest(  # type: ignore[no-untyped-def]
+    found,
+    largest,
+    columns,
+    sums,
+    logits,
+    rows,
+    tokens,
+    row_stride,
+    size,
+    likeliest,
+    count,
+    chunk_size: tl.constexpr,
+    chunks: tl.constexpr,
+):
+    """One row, of `count` chunks: the numbers of `LogitsScan.logprobs`. One program adds up all chunks, in one order;
+    each likeliest token is the first largest of all chunks, of which its own then has the one that follows."""
+    line, chunk = tl.program_id(0), tl.arange(0, chunks)
+    row, exists = tl.load(rows + line), chunk < count
+    tops = tl.load(largest + line * count + chunk, mask=exists, other=-_INF)
+    firsts = tl.load(columns + line * count + chunk, mask=exists, other=size)
     top = tl.max(tops, 0)
-    total = tl.sum(tl.load(sums + place, mask=exists, other=0.0) * tl.exp(tops - top), 0)
-    tl.store(found + 2 * row, top)
-    tl.store(found + 2 * row + 1, tl.log(total))
+    log = tl.log(tl.sum(tl.load(sums + line * count + chunk, mask=exists, other=0.0) * tl.exp(tops - top), 0))
+    found += line.to(tl.int64) * (2 * likeliest + 1)
+    own = _scores(logits, row, row_stride, tl.load(tokens + line), True)
+    tl.store(found, (-(top - own) - log).to(tl.float64).to(tl.int64, bitcast=True))
+    for rank in range(likeliest):
+        best = tl.max(tops, 0)
+        first = tl.min(tl.where(tops == best, firsts, size), 0)
+        tl.store(found + 1 + rank, tl.minimum(first, size - 1).to(tl.int64))
+        tl.store(found + 1 + likeliest + rank, (-(top - best) - log).to(tl.float64).to(tl.int64, bitcast=True))
+        place = first // chunk_size
+        column = place * chunk_size + tl.arange(0, chunk_size)
+        score = _scores(logits, row, row_stride, column, column < size)
+        follows = (score < best) | ((score == best) & (column > first))
+        next_top, next_first = _first_largest(tl.where(follows, score, -_INF), column, size)
+        tops = tl.where(chunk == place, next_top, tops)
+        firsts = tl.where(chunk == place, next_first, firsts)
 
 
 class TritonScan(LogitsScan):
-    draws = beside_host = True
+    beside_host = True
 
     def __init__(self, listed_at_once: int = LISTED_AT_ONCE) -> None:
         """So many numbers of rows are sampled at a time; see the memory plan."""
         self._listed_at_once = listed_at_once
 
-    def choose(
-        self, scores: torch.Tensor, draws: Sequence[Draw], token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._choose(scores, draws, token_ids, None)
-
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SamplingContext], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        changed = any(row.changes_scores for row in rows)
         draws = [row.draw for row in rows]
-        return self._choose(logits, draws, token_ids, _Changes.of(rows, logits.device) if changed else None)
+        changes = _Changes.of(rows, logits.device) if any(row.changes_scores for row in rows) else None
+        size, device = logits.shape[1], logits.device
+        if size > 1 << _COLUMN_BITS.value:
+            raise ValueError(f"the vocabulary has {size} tokens, must have at most {1 << _COLUMN_BITS.value}")
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        given = None
+        if any(draw.temperature for draw in draws):
+            given = on_device(_numbers(draws), device).view(len(draws), _FIELDS.value)
+        filters = any(draw.temperature and draw.filters for draw in draws)
+        tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
+        with current(device):
+            for some in _row_slices(len(draws), self._listed_at_once // size):
+                own = logits[some] if changes is None else changes.applied(logits[some], some.start, token_ids)
+                _choose_rows(tokens[some], own, None if given is None else given[some], filters, token_ids)
+        return tokens
 
     @torch.inference_mode()
     def logprobs(self, logits: torch.Tensor, rows: Sequence[int], tokens: torch.Tensor, count: int) -> torch.Tensor:
-        size, device, found = logits.shape[1], logits.device, list[torch.Tensor]()
-        index = on_device(rows, device)
-        chunks = triton.cdiv(size, CHUNK)
+        size, device = logits.shape[1], logits.device
+        likeliest, chunks, index = min(count, size), triton.cdiv(size, CHUNK), on_device(rows, device)
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        largest, sums = (torch.empty(len(rows), chunks, device=device) for _ in range(2))
+        columns = torch.empty(len(rows), chunks, dtype=torch.int32, device=device)
+        found = torch.empty(len(rows), 2 * likeliest + 1, dtype=torch.int64, device=device)
         with current(device):
-            for some in _row_slices(len(rows), SHAPED_AT_ONCE // size):
-                scores = logits[index[some]]
-                largest, sums = (torch.empty(len(scores), chunks, device=device) for _ in range(2))
-                logs = torch.empty(len(scores), 2, device=device)
-                _sum[(chunks, len(scores))](largest, sums, scores, size, size, CHUNK)
-                _log_sum[(len(scores),)](logs, largest, sums, chunks, triton.next_power_of_2(chunks))
-                deficit = logs[:, :1] - scores + 0.0
-                likeliest = in_order(deficit, min(count, size))
-                picked = deficit.gather(1, torch.cat([tokens[some, None], likeliest], 1))
-                bits = (-picked - logs[:, 1:]).to(torch.float64).view(torch.int64)
-                found.append(torch.cat([bits[:, :1], likeliest, bits[:, 1:]], 1))
-        return torch.cat(found)
+            _sum[(chunks, len(rows))](largest, columns, sums, logits, index, logits.stride(0), size, CHUNK)
+            _likeliest[(len(rows),)](
+                found,
+                largest,
+                columns,
+                sums,
+                logits,
+                index,
+                tokens,
+                logits.stride(0),
+                size,
+                likeliest,
+                chunks,
+                CHUNK,
+                triton.next_power_of_2(chunks),
+            )
+        return found
 
     @torch.inference_mode()
     def digests(self, scores: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -514,28 +569,6 @@ class TritonScan(LogitsScan):
         grid = (triton.cdiv(size, CHUNK), len(rows))
         with current(device):
             _forbid[grid](scores, which, bits, token_ids, scores.stride(0), size, bits.shape[1], CHUNK)
-
-    def _choose(
-        self,
-        scores: torch.Tensor,
-        draws: Sequence[Draw],
-        token_ids: torch.Tensor | None,
-        changes: _Changes | None,
-    ) -> torch.Tensor:
-        size, device = scores.shape[1], scores.device
-        if size > 1 << _COLUMN_BITS.value:
-            raise ValueError(f"the vocabulary has {size} tokens, must have at most {1 << _COLUMN_BITS.value}")
-        scores = scores if scores.stride(1) == 1 else scores.contiguous()
-        given = None
-        if any(draw.temperature for draw in draws):
-            given = on_device(_numbers(draws), device).view(len(draws), _FIELDS.value)
-        filters = any(draw.temperature and draw.filters for draw in draws)
-        tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-        with current(device):
-            for rows in _row_slices(len(draws), self._listed_at_once // size):
-                own = scores[rows] if changes is None else changes.applied(scores[rows], rows.start, token_ids)
-                _choose_rows(tokens[rows], own, None if given is None else given[rows], filters, token_ids)
-        return tokens
 
 
 @dataclass(frozen=True, slots=True)

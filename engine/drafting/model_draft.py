@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.chained import ChainedPasses
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from engine.sampling.context import Draw, SamplingContext, draw_of
+from engine.sampling.context import SamplingContext
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logits_shaping import changes_scores
@@ -31,7 +32,8 @@ class DraftEngine:
     logits, where those are not the whole vocabulary. With `lookup_match`, a row proposes the tokens that followed an
     earlier occurrence of at least that many of its last tokens, and the model only computes their KV. With `grammars`,
     a row that has a grammar proposes what it allows, and what it forces without the model's choice. If `chained`,
-    proposals that `scan` can choose from unchanged logits are read from the device once all of their tokens are chosen.
+    proposals without grammars are read from the device once all of their tokens are chosen; penalties then count none
+    of them.
     """
 
     def __init__(
@@ -177,12 +179,12 @@ class DraftEngine:
             contexts[places[place]].must_end = True
 
     def _is_plain(self, row: ProposeRow) -> bool:
-        """Whether every token that the row proposes is one that the scan chooses from logits as they are: what does not
-        change logits now does not later."""
-        output_tokens = len(row.history) - row.prompt_length
-        if row.sampling.grammar is not None or changes_scores(row.sampling, output_tokens):
+        """Whether every token that the row proposes is one that the scan chooses without a host that waits: what does
+        not change logits now does not later."""
+        if row.sampling.grammar is not None:
             return False
-        return row.sampling.greedy or self._scan.draws
+        changed = changes_scores(row.sampling, len(row.history) - row.prompt_length)
+        return self._scan.beside_host or (row.sampling.greedy and not changed)
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:
@@ -212,9 +214,10 @@ class DraftEngine:
         """All passes of the rows. One whose logits are not finite takes room up to its end, as others do."""
         missing = [rows[index].draft_length - len(outcomes[index].tokens) for index in indices]
 
-        def draw_after(place: int, chosen: int) -> Draw:
-            row = rows[indices[place]]
-            return draw_of(row.sampling, len(row.history) + row.draft_length - missing[place] + chosen)
+        firsts = [SamplingContext.after(rows[index], outcomes[index].tokens) for index in indices]
+
+        def context_after(place: int, chosen: int) -> SamplingContext:
+            return replace(firsts[place], position=firsts[place].position + chosen)
 
         def goes_on(place: int, chosen: int) -> bool:
             return chosen < missing[place] and self._makes_room(rows[indices[place]])
@@ -223,7 +226,7 @@ class DraftEngine:
             BatchedSequence(rows[index].table, feed[index], 1 if count > 0 else 0)
             for index, count in zip(indices, missing, strict=True)
         ]
-        proposals = chained.run(sequences, draw_after, goes_on, timings, computing)
+        proposals = chained.run(sequences, context_after, goes_on, timings, computing)
         for index, proposed in zip(indices, proposals, strict=True):
             for token in proposed:
                 if outcomes[index].error is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -51,6 +52,8 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
 
 # The first rows are greedy, the next ones drawn from all tokens, then filtered and changed: kernels differ.
 _TRIED_AT_ONCE = (8, 16, 24, 32)
+# What float32 sums of a vocabulary in another order may differ by.
+_LOGPROB_TOLERANCE = 1e-4
 _FILTERS: dict[str, Any] = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
 _CHANGES: dict[str, Any] = {
     "repetition_penalty": 1.2,
@@ -67,8 +70,22 @@ def _tried(number: int) -> SamplingContext:
     return SamplingContext(sampling, number, (1, 2, 2), 1)
 
 
+def _scanned(
+    scan: LogitsScan, logits: torch.Tensor, token_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What else is asked of two rows of logits: digests, likeliest tokens and what a grammar leaves, as bits; and log
+    probabilities, which err."""
+    rows, last = [1, 0], logits.shape[1] - 1 if token_ids is None else int(token_ids[-1])
+    probable = scan.logprobs(logits, rows, torch.tensor(rows, device=logits.device), 3)
+    left = logits[:2].clone(memory_format=torch.contiguous_format)
+    scan.forbid(left, rows, np.full((2, last // 8 + 1), 0b10110010, np.uint8), token_ids)
+    exact = scan.digests(logits, rows), probable[:, 1:4].flatten(), left.double().view(torch.int64).flatten()
+    return torch.cat(exact).cpu(), probable[:, [0, 4, 5, 6]].view(torch.float64).cpu()
+
+
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
-    """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU."""
+    """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU, and
+    find the same else."""
     if loaded.gpu is None:
         return LogitsScan() if loaded.kernels is None else KernelScan(loaded.kernels)
     # Triton is made for Linux only.
@@ -80,12 +97,15 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
     scan, logits, on_gpu = TritonScan(), wide[:, :size], wide.to(model.device)[:, :size]
     try:
         found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in _TRIED_AT_ONCE]
+        bits, logprobs = _scanned(scan, on_gpu, token_ids)
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
         return LogitsScan()
-    expected = sample_tokens(logits, rows, None if token_ids is None else token_ids.cpu())
-    if found != [expected[:count] for count in _TRIED_AT_ONCE]:
+    token_ids = None if token_ids is None else token_ids.cpu()
+    expected, others = sample_tokens(logits, rows, token_ids), _scanned(LogitsScan(), logits, token_ids)
+    same = torch.equal(bits, others[0]) and float((logprobs - others[1]).abs().max()) < _LOGPROB_TOLERANCE
+    if not same or found != [expected[:count] for count in _TRIED_AT_ONCE]:
         logger.warning("tokens are chosen by torch, as the Triton kernels choose others")
         return LogitsScan()
     return scan

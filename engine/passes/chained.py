@@ -15,16 +15,17 @@ from engine.passes.admission import split_by_rows
 from engine.passes.device import current, on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from engine.sampling.context import Draw
+from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
+from engine.sampling.sampler import choose_tokens
 from engine.steps import Computing, EngineTimings
 
 GoesOn = Callable[[int, int], bool]
 """Of a sequence's place and the number of tokens chosen for it: whether it feeds the last one and wants another, for
 which room is made then."""
 
-DrawAfter = Callable[[int, int], Draw]
-"""Of a sequence's place and the number of tokens chosen for it: how the next one is drawn."""
+ContextAfter = Callable[[int, int], SamplingContext]
+"""Of a sequence's place and the number of tokens chosen for it: how the next one is sampled."""
 
 
 class ChainedPasses:
@@ -47,7 +48,7 @@ class ChainedPasses:
     def run(
         self,
         sequences: Sequence[BatchedSequence],
-        draw_after: DrawAfter,
+        context_after: ContextAfter,
         goes_on: GoesOn,
         timings: EngineTimings,
         computing: Computing,
@@ -78,8 +79,8 @@ class ChainedPasses:
                 timings.add(result.timings)
                 if len(result.logits):
                     logits = result.logits[:, : self._vocabulary_size]
-                    draws = [draw_after(places[index], len(found)) for index in batch if feeding[index].logits]
-                    parts.append(self._scan.choose(logits, draws, self._token_ids))
+                    contexts = [context_after(places[index], len(found)) for index in batch if feeding[index].logits]
+                    parts.append(choose_tokens(logits, contexts, self._token_ids, self._scan))
             places = [place for place, sequence in zip(places, feeding, strict=True) if sequence.logits]
             if not places:
                 break

@@ -30,10 +30,9 @@ _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in r
 
 
 class LogitsScan:
-    draws = False
-    """Whether `choose` takes temperatures above 0 and filters."""
     beside_host = False
-    """Whether the host goes on while this computes: it is to ask for all that it wants before it waits for some."""
+    """Whether `sample` takes all rows, and the host goes on while this computes: it is to ask for all that it wants
+    before it waits for some."""
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Column (int64) and value (float32) of the first largest score of each row [R, V]; a row with NaN has the
@@ -53,19 +52,14 @@ class LogitsScan:
         lanes = start + torch.arange(_BUCKET, device=scores.device)
         return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
-    def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor:
-        """The token that `sample_tokens` gives each row [R, V] whose scores nothing changes (int64, negative in place
-        of None), on the device of the scores, without waiting for it. `token_ids` as there."""
-        columns, largest = self.argmax(scores)
-        tokens = columns if token_ids is None else token_ids[columns]
-        return torch.where(largest.isfinite(), tokens, -1)
-
     def draw(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> Tensor | None:
-        """As `choose`, of rows without filters; None where these scores are not drawn from here."""
+        """The token that `sample_tokens` gives each row [R, V] without filters whose scores nothing changes (int64,
+        negative in place of None), on the device of the scores, without waiting for it; None where these scores are not
+        drawn from here. `token_ids` as there."""
         return None
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None = None) -> Tensor | None:
-        """All that `sample_tokens` does for the rows, as `choose` gives it; None where it is not done here."""
+        """All that `sample_tokens` does for the rows, as `draw` gives it; None where it is not done here."""
         return None
 
     @torch.inference_mode()

@@ -109,7 +109,7 @@ def sampling(
     architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool, top_k: int = 0
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_sampling import TritonScan
-    from engine.sampling.context import Draw, SamplingContext
+    from engine.sampling.context import SamplingContext
     from scheduler.sampling import SamplingParameters
 
     logits = torch.zeros(2, 151_936, dtype=dtype)
@@ -120,7 +120,8 @@ def sampling(
         yield lambda: TritonScan().digests(logits, [1])
         yield lambda: TritonScan().logprobs(logits, [1], torch.tensor([0]), 2)
         yield lambda: TritonScan().forbid(logits, [1], np.zeros((1, 18_992), np.uint8), token_ids)
-    yield lambda: TritonScan().choose(logits, [Draw(1, temperature, top_k)] * 2, token_ids)
+    drawn = [SamplingContext(SamplingParameters(temperature, top_k, seed=1), 1, (), 1)] * 2
+    yield lambda: TritonScan().sample(logits, drawn, token_ids)
 
 
 def experts(architecture: int, dtype: torch.dtype, has_bias: bool) -> Iterator[Callable[[], object]]:

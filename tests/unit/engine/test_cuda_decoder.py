@@ -39,11 +39,11 @@ from engine.quantization.model import round_weights
 from engine.sampling.logits_scan import LogitsScan
 from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
-from scheduler.messages import Role
+from scheduler.messages import PromptScoring, Role
 from scheduler.sampling import SamplingParameters
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
-PAGE, PAGES, VOCABULARY = 16, 12, 96
+PAGE, PAGES, VOCABULARY = 16, 32, 96
 CPU = torch.device("cpu")
 CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 PIECES = (7, 1, 3, 1)
@@ -222,7 +222,7 @@ def engines_of(model: PreTrainedModel, scan: LogitsScan | None = None) -> tuple[
     loaded.replace_layers(PAGE)
     pools = [PagePool(PAGES, PAGE) for _ in Role]
     runners = [loaded.runner(pool, None, ()) for pool in pools]
-    description = EngineDescription("tiny", b"", VOCABULARY, "float16", "cpu", PAGE, PAGES, PAGE * PAGES, 64)
+    description = EngineDescription("tiny", b"", VOCABULARY, "float16", "cpu", PAGE, PAGES, PAGE * PAGES, 256)
     store, scan = PagedKvStore(runners[0].kv, "tiny", b""), scan or sampling.TritonScan()
     target = TargetEngine(description, runners[0], pools[0], store, scan)
     return target, DraftEngine(description, runners[1], pools[1], scan, chained=True)
@@ -232,13 +232,14 @@ def test_a_step_of_36_layers_launches_few_kernels_and_is_waited_for_once(
     fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = []
+    changed = SamplingParameters(temperature=0.7, seed=1, presence_penalty=0.5, logit_bias={3: 1.0})
     for layers in (1, 2):
         model = tiny_model(Qwen3Config, num_hidden_layers=layers).to(torch.float16)
         target, draft = engines_of(model)
         history = tokens_of(0, 9)
         sampling = SamplingParameters(temperature=0.7, top_k=20, top_p=0.95, seed=1)
         rows = [VerifyRow(PageTable(), history, (), True, history, 9, sampling) for _ in range(3)]
-        proposing = [ProposeRow(PageTable(), history, 3, history, 9, sampling) for _ in range(3)]
+        proposing = [ProposeRow(PageTable(), history, 3, history, 9, each) for each in (sampling, changed)]
         for engine, given in ((target, rows), (draft, proposing)):
             with monkeypatch.context() as patch, Work(patch) as work:
                 outcomes = engine.step(given).rows
@@ -250,44 +251,57 @@ def test_a_step_of_36_layers_launches_few_kernels_and_is_waited_for_once(
     assert of_one + 35 * (of_two - of_one) <= 400
 
 
-def sampled_kernels(model: PreTrainedModel, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
-    """Of a step of some rows, for which the host waits once."""
-    target, _ = engines_of(model)
-    history, digests = tokens_of(0, 9), bool(changes)
-    sampling = SamplingParameters(seed=1, **changes)
-    top = 3 if changes else None
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.1,
+    "logit_bias": {3: 1.5},
+    "bad_words": ((4,),),
+    "min_tokens": 100,
+    "end_token_ids": frozenset([2]),
+}
+
+
+def kernels_of_a_step(
+    model: PreTrainedModel, rows: int, scan: LogitsScan, monkeypatch: pytest.MonkeyPatch, sample: bool = True
+) -> int:
+    """Of some rows with a draft token each and all parameters, or which are only fed. The host waits once."""
+    target, _ = engines_of(model, scan)
+    history = tokens_of(0, 9)
+    sampling = SamplingParameters(seed=1, **EVERYTHING)
     given = [
-        VerifyRow(PageTable(), history, (5,), True, history, 3, sampling, digests, top_logprobs=top)
+        VerifyRow(PageTable(), history, (5,), sample, history, 3, sampling, sample, top_logprobs=3 if sample else None)
         for _ in range(rows)
     ]
+    if sample:
+        scored = PromptScoring(1, tuple(history[1:]), 2)
+        given.append(VerifyRow(PageTable(), history, (), False, history, 9, sampling, scoring=scored))
     with monkeypatch.context() as patch, Work(patch) as work:
         outcomes = target.step(given).rows
-    assert all(outcome.error is None and outcome.tokens for outcome in outcomes)
-    assert all(len(outcome.logits_digests) == digests * len(outcome.tokens) for outcome in outcomes)
+    assert all(outcome.error is None for outcome in outcomes)
+    assert all(len(outcome.logits_digests) == len(outcome.tokens) > 0 for outcome in outcomes[:rows] if sample)
+    assert not sample or len(outcomes[-1].prompt_logprobs) == len(history) - 1
     assert work.waits == 1
     return work.kernels
 
 
-def test_sampling_launches_as_few_kernels_for_many_rows_with_all_parameters(
+def test_what_follows_a_pass_launches_few_kernels_whatever_is_asked_for(
     fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the rows are sampled in three parts, as 512 of the largest vocabularies are."""
     model = tiny_model(Qwen3Config, num_hidden_layers=1).to(torch.float16)
-    everything = {
-        "temperature": 0.7,
-        "top_k": 20,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.1,
-        "logit_bias": {3: 1.5},
-        "bad_words": ((4,),),
-        "min_tokens": 100,
-        "end_token_ids": frozenset([2]),
-    }
-    few, many = (sampled_kernels(model, rows, monkeypatch, **everything) for rows in (1, 6))
-    greedy = [sampled_kernels(model, rows, monkeypatch) for rows in (1, 6)]
-    assert few - greedy[0] == many - greedy[1] <= 40
+    make_scan = importlib.import_module("engine.cuda.triton_sampling").TritonScan
+    scans = make_scan(), make_scan(16 * VOCABULARY)
+    fed = kernels_of_a_step(model, 6, scans[0], monkeypatch, sample=False)
+    few, more, parts = (
+        kernels_of_a_step(model, rows, scan, monkeypatch) - fed
+        for rows, scan in ((1, scans[0]), (6, scans[0]), (20, scans[1]))
+    )
+    assert few == more < parts <= 40
 
 
 def test_a_step_gives_what_it_gives_by_torch(fused_decoder: ModuleType) -> None:

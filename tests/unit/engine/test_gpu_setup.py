@@ -21,6 +21,7 @@ from engine.models.kernels import logits_scan
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
 from engine.passes.device import host_buffer, pinned
+from engine.sampling.logits_scan import LogitsScan
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
 
@@ -156,7 +157,7 @@ def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeyp
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("fault", ["", "other tokens", "does not compile"])
+@pytest.mark.parametrize("fault", ["", "other tokens", "other log probabilities", "does not compile"])
 def test_sampling_is_used_where_it_chooses_what_torch_chooses(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,12 +169,17 @@ def test_sampling_is_used_where_it_chooses_what_torch_chooses(
     def backend(_: int) -> Any:
         raise NotImplementedError
 
-    if fault:
+    def logprobs(_: object, logits: torch.Tensor, rows: list[int], *given: Any) -> torch.Tensor:
+        return LogitsScan().logprobs(logits * 1.5, rows, *given)
+
+    if fault == "other log probabilities":
+        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "logprobs", logprobs)
+    elif fault:
         monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "sample", sample)
     model = tiny_model("llama", **TORCH_SHAPE)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, GpuPasses("", backend, None))
     for token_ids in (None, torch.arange(0, VOCABULARY, 2)):
-        assert logits_scan(loaded, token_ids).draws == (not fault)
+        assert logits_scan(loaded, token_ids).beside_host == (not fault)
     assert len(caplog.messages) == (2 if fault else 0)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.logits_scan import KernelScan
-from engine.sampling.context import Draw, SamplingContext
+from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import sample_tokens
 from scheduler.sampling import SamplingParameters
@@ -76,13 +76,14 @@ def row(number: int, temperature: float, **changes: Any) -> SamplingContext:
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (5, 1025), (2, 49152)])
 def test_the_first_largest_is_found(scan: LogitsScan, place: Place, case: str, rows: int, size: int) -> None:
     scores = scores_like(place, case, rows, size)
-    assert scan.choose(scores, [Draw()] * rows).tolist() == [line.index(max(line)) for line in scores.tolist()]
+    found = sample_tokens(scores, [row(number, 0.0) for number in range(rows)], scan=scan)
+    assert found == [line.index(max(line)) for line in scores.tolist()]
 
 
 def test_both_zeros_are_one_score(scan: LogitsScan, place: Place) -> None:
     scores = torch.full((2, 100), -1.0, dtype=place[1])
     scores[:, 40], scores[:, 70] = torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])
-    assert scan.choose(scores, [Draw()] * 2).tolist() == [40, 40]
+    assert sample_tokens(scores, [row(number, 0.0) for number in range(2)], scan=scan) == [40, 40]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -176,3 +177,10 @@ def test_log_probabilities_are_those_of_torch_and_have_the_same_bits_alone(scan:
     assert torch.equal(found[:5, 1:5], expected[:5, 1:5])
     values, others = (numbers[:, [0, *range(5, 9)]].view(torch.float64) for numbers in (found, expected))
     torch.testing.assert_close(values, others, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_all_tokens_are_the_likeliest_of_a_small_vocabulary(scan: LogitsScan, place: Place) -> None:
+    scores = scores_like(place, "ties", 2, 9, 2.0)
+    found, expected = (one.logprobs(scores, [1, 0], torch.tensor([8, 3]), 20) for one in (scan, LogitsScan()))
+    assert torch.equal(found[:, 1:10], expected[:, 1:10])
+    assert found.shape == expected.shape
