@@ -25,6 +25,7 @@ from engine.kv.paged_kv import PagedKv
 from engine.models.source import Progress
 from engine.passes.device import current
 from engine.passes.graphed import Capture, CudaCapture, GraphedPasses, NumberedBackend
+from engine.passes.layout import Forward
 from engine.quantization.layers import QuantizedLinear
 from engine.quantization.rounding import rounded
 
@@ -69,11 +70,11 @@ class GpuPasses:
         self._capture = capture
         self._make_linear = make_linear
 
-    def graphs(self, model: PreTrainedModel, kv: PagedKv) -> GraphedPasses | None:
-        """None captured yet."""
+    def graphs(self, compute: Forward, kv: PagedKv, backend: NumberedBackend | None = None) -> GraphedPasses | None:
+        """None captured yet. With another `backend`, of a layer of other sizes."""
         if self._capture is None:
             return None
-        return GraphedPasses(model, kv, self.backend(kv.page_size), self._capture)
+        return GraphedPasses(compute, kv, backend or self.backend(kv.page_size), self._capture)
 
     def made_ahead(self) -> AbstractContextManager[None]:
         """While it is open, kernels are made and not run (engine/cuda/launches.py)."""

@@ -66,7 +66,7 @@ class EagleHead(DraftingHead):
         rows = fields.get("draft_vocab_size") or config.vocab_size
         stored = {name: tensor for name, tensor in _tensors(folder).items() if name != _UNUSED}
         self.token_ids = _token_ids(folder, stored.pop("d2t", None), rows, vocabulary_size)
-        self._columns = vocabulary_size if self.token_ids is None else rows
+        self.columns = vocabulary_size if self.token_ids is None else rows
         weights = HeadWeights(folder, stored, model.dtype, model.device)
         self._take(weights, rows)
         refuse_unused(folder.name, (name for name in weights.stored if not changes_nothing(name)), ignored)
@@ -99,7 +99,7 @@ class EagleHead(DraftingHead):
         hidden = attended + (self._normed(features, 1) if self._norms_residual else features)
         gate, up = self._gate_up(self._normed(hidden, 2)).chunk(2, -1)
         hidden = hidden + self._down(self._activation(gate) * up)
-        return self._lm_head(self._normed(hidden, 3))[:, : self._columns], hidden
+        return self._lm_head(self._normed(hidden, 3))[:, : self.columns], hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:

@@ -22,11 +22,12 @@ from engine.models.weights import PLAIN_FLOATS, wrong_shape
 
 class DraftingHead(ABC):
     """`layers`: those of the target whose inputs its features are made of; as many as the target has layers means
-    behind its last norm. `token_ids`, int64 and ascending: the tokens of the columns of its logits; None for all of the
-    target's. `nbytes`: of its weights."""
+    behind its last norm. `token_ids`, int64 and ascending: the tokens of the `columns` of its logits; None for all of
+    the target's. `nbytes`: of its weights."""
 
     layers: list[int]
     token_ids: Tensor | None = None
+    columns: int
     nbytes: int
 
     def __init__(
@@ -52,17 +53,26 @@ class DraftingHead(ABC):
         dtype = self._target.dtype
         return self._shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
 
+    def bytes_of_passes(self, rows: int) -> int:
+        """What CUDA graphs of so many rows need: logits, where they are computed and where they stay, and what lies
+        between layers."""
+        return rows * (2 * self.columns + 16 * self.hidden_size) * self._target.dtype.itemsize
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, and dimensions of a head."""
+        return self.config.num_attention_heads, self._shape.kv_heads, self._shape.head_dim
+
     def kv(self, pages: int, page_size: int) -> PagedKv:
         shape, like = self._shape, self._target
         return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
 
     def backend(self, kv: PagedKv) -> AttentionBackend:
-        """By kernel on a CPU, where one takes the sizes; else by matrix products, on a GPU as well."""
+        """By kernel on a CPU, where one takes the sizes; else by matrix products."""
         shape, page_size = self._shape, kv.page_size
         if self._kernels is not None and KernelBackend.supports(shape.head_dim, page_size):
             return KernelBackend(self._kernels, page_size)
-        heads, form = (self.config.num_attention_heads, shape.kv_heads), unrestricted_form(page_size)
-        return MatmulBackend(form, *heads, page_size, self._target.device)
+        return MatmulBackend(unrestricted_form(page_size), *self.heads[:2], page_size, self._target.device)
 
     @abstractmethod
     def features(self, hidden: Tensor) -> Tensor:

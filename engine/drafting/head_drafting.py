@@ -1,7 +1,8 @@
 """Proposals of a drafting head beside a target: what follows the token that the target has just sampled.
 
 After each pass of the target the head computes KV for what was accepted, whether or not a proposal is asked for: a part
-of a layer's work. A proposal takes a pass of the head for each token, and is made once the step's reply has left.
+of a layer's work. A proposal takes a pass of the head for each token, and is made once the step's reply has left; its
+tokens stay on the device until all of them are chosen.
 Rejected tokens leave the head's KV as they leave the target's, since both are on the same pages
 (engine/drafting/context.py).
 """
@@ -9,8 +10,8 @@ Rejected tokens leave the head's KV as they leave the target's, since both are o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, takewhile
 
 import torch
 from torch import Tensor
@@ -18,45 +19,48 @@ from torch import Tensor
 from engine.attention.backends import Span
 from engine.drafting.context import HeadContext
 from engine.drafting.head import DraftingHead
+from engine.drafting.head_passes import HeadPasses
 from engine.drafting.proposer import LocalProposer
 from engine.kv.pages import PagePool
 from engine.passes.device import current, on_device
 from engine.passes.features import Features
+from engine.passes.layout import TokenBatch
 from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import sample_tokens
+from engine.sampling.sampler import choose_tokens
 from engine.steps import RowOutcome, VerifyRow
 
 
 @dataclass(slots=True)
 class _Asking:
-    """A row that is to get a proposal. The head's next pair of it is of `position` and the last token known: of those
-    after the row's history, the one `sampled` and those of the `proposal`."""
+    """A row that is to get a proposal, of which `chosen` tokens are on their way. The head's first pair is of
+    `position`, the last one of the row's history, and of the token `sampled` after it; `context` is that of the first
+    proposed token."""
 
     row: VerifyRow
     digest: int
     sampled: int
     position: int
     first_page: int
+    context: SamplingContext
+    chosen: int = 0
     proposal: list[int] = field(default_factory=list)
-
-    @property
-    def last(self) -> int:
-        return self.proposal[-1] if self.proposal else self.sampled
+    """Once it is read from the device; negative where there is no token."""
 
 
 class HeadDrafting(LocalProposer):
     """One head over the pages of one pool. A row with a grammar gets no proposal."""
 
-    def __init__(self, head: DraftingHead, pool: PagePool, kept: Features, scan: LogitsScan) -> None:
+    def __init__(
+        self, head: DraftingHead, passes: HeadPasses, pool: PagePool, kept: Features, scan: LogitsScan
+    ) -> None:
         """`kept`: the features of the target's latest pass. `scan`: of the head's logits."""
         self._head = head
         self._pool = pool
         self._kept = kept
         self._scan = scan
         self._device = kept.rows.device
-        self._kv = head.kv(pool.total_pages, pool.page_size)
-        self._backend = head.backend(self._kv)
+        self._passes = passes
         self._context = HeadContext(pool.total_pages, pool.page_size)
         self._last = torch.zeros(pool.total_pages, head.hidden_size, dtype=kept.rows.dtype, device=self._device)
         """Features `[pages, hidden]` that a page keeps of its last position."""
@@ -75,16 +79,18 @@ class HeadDrafting(LocalProposer):
             wants = row.draft_length and row.sampling.grammar is None and outcome.tokens
             if wants and self._context.is_next(pages, last):
                 first_page = self._context.first_page(pages, last)
-                asking.append(_Asking(row, digest, outcome.tokens[-1], last, first_page))
+                context = SamplingContext.after(row, outcome.tokens[-1:])
+                asking.append(_Asking(row, digest, outcome.tokens[-1], last, first_page, context))
         if not asking:
             return
         kept_on = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
         with current(self._device):
-            self._propose(asking, self._last[on_device(kept_on, self._device)])
+            self._passes.begin(self._last[on_device(kept_on, self._device)])
+            self._propose(asking)
         for one in asking:
             length = one.row.table.length
             self._context.fill(one.row.table.pages, length - 1, length)
-            one.row.drafting.keep(one.digest, one.proposal)
+            one.row.drafting.keep(one.digest, [*takewhile(lambda token: token >= 0, one.proposal)])
 
     def _feed(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome]) -> None:
         """Computes KV of all pairs that are known, but the last ones: a proposal begins with them."""
@@ -122,50 +128,52 @@ class HeadDrafting(LocalProposer):
         found = self._head.features(self._kept.rows[parts[0]])
         if tokens:
             of_pairs = torch.cat((found, self._last[parts[1]]))[parts[3]]
-            self._head.write(parts[2], of_pairs, parts[5], self._kv, parts[4])
+            self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4])
         self._last[parts[7]] = found[parts[6]]
 
-    def _propose(self, asking: Sequence[_Asking], features: Tensor) -> None:
-        """Token by token, as long as rows want one and there are pages. `features`: those of the rows' next pairs."""
+    def _propose(self, asking: Sequence[_Asking]) -> None:
+        """Token by token, as long as rows want one and there are pages. A proposal ends before a token whose logits are
+        not finite; penalties count no token of it."""
         lengths = [one.row.table.length for one in asking]
-        growing = list(asking)
+        growing, found, fed = list(asking), list[tuple[list[_Asking], Tensor]](), None
         try:
             while growing:
-                features = self._pass(growing, features)
+                logits = self._passes.run(self._batch(growing, fed))
+                contexts = [replace(one.context, position=one.context.position + one.chosen) for one in growing]
+                tokens = choose_tokens(logits, contexts, self._head.token_ids, self._scan)
+                found.append((growing, tokens))
                 going = [place for place, one in enumerate(growing) if self._grows(one)]
+                fed = tokens.clamp(min=0)
                 if len(going) < len(growing):
-                    features = features[on_device(going, self._device)]
-                    growing = [growing[place] for place in going]
+                    growing, fed = [growing[place] for place in going], fed[on_device(going, self._device)]
+                    self._passes.go_on(going)
         finally:
             for one, length in zip(asking, lengths, strict=True):
                 self._pool.truncate(one.row.table, length)
+        # The host waits once.
+        every = torch.cat([tokens for _, tokens in found]).tolist()
+        for one, token in zip(chain(*(rows for rows, _ in found)), every, strict=True):
+            one.proposal.append(token)
 
-    def _pass(self, asking: Sequence[_Asking], features: Tensor) -> Tensor:
-        """Adds a token to each proposal, or marks it as ended; the features of the next pairs."""
-        size, spans, slots = self._pool.page_size, list[Span](), list[int]()
-        for place, one in enumerate(asking):
-            pages, skipped = one.row.table.pages, one.first_page
-            slots.append(pages[one.position // size] * size + one.position % size)
-            spans.append(Span(place, 1, one.position - skipped * size, pages[skipped:]))
-        numbers = [*(one.last for one in asking), *(one.position for one in asking), *slots]
-        tokens, positions, where = on_device(numbers, self._device).split(len(asking))
-        plan = self._backend.plan(spans, len(spans))
-        logits, features = self._head.propose(tokens, features, positions, self._kv, where, plan)
-        contexts = [SamplingContext.after(one.row, [one.sampled, *one.proposal]) for one in asking]
-        chosen = sample_tokens(logits, contexts, self._head.token_ids, self._scan)
-        for one, token in zip(asking, chosen, strict=True):
-            one.position += 1
-            if token is None:
-                one.position = -1  # nothing can follow
-            else:
-                one.proposal.append(token)
-        return features
+    def _batch(self, growing: Sequence[_Asking], fed: Tensor | None) -> TokenBatch:
+        """The next pair of each row. `fed`: the tokens of those behind the first, on the device."""
+        size, spans, slots, positions = self._pool.page_size, list[Span](), list[int](), list[int]()
+        for place, one in enumerate(growing):
+            pages, position = one.row.table.pages, one.position + one.chosen
+            skipped = one.first_page
+            spans.append(Span(place, 1, position - skipped * size, pages[skipped:], owner=id(one.row.table)))
+            slots.append(pages[position // size] * size + position % size)
+            positions.append(position)
+        rows = len(growing)
+        padding = [0] * (self._passes.padded(rows) - rows)
+        tokens = [*(one.sampled for one in growing), *padding]
+        slots += [self._passes.kv.padding_slot] * len(padding)
+        return TokenBatch(tokens, positions + padding, [slots], list(range(rows)), [spans], rows, fed)
 
     def _grows(self, one: _Asking) -> bool:
         """Makes room for the next pair, if the row wants another token."""
-        if one.position < 0 or len(one.proposal) >= one.row.draft_length:
-            return False
-        if not self._pool.can_append(one.row.table, 1):
+        one.chosen += 1
+        if one.chosen >= one.row.draft_length or not self._pool.can_append(one.row.table, 1):
             return False
         self._pool.append(one.row.table, 1)
         return True

@@ -77,7 +77,7 @@ class MtpHead(DraftingHead):
         config = _config_of_layer(model.config)
         super().__init__("mtp", config, model, kernels)
         self.layers = [model.config.num_hidden_layers]
-        self._format, self._columns, self._epsilon = _FORMATS[family], vocabulary_size, config.rms_norm_eps
+        self._format, self.columns, self._epsilon = _FORMATS[family], vocabulary_size, config.rms_norm_eps
         prefix = self._format.prefix.format(model.config.num_hidden_layers)
         stored: dict[str, Tensor] = {}
         for name, weight in checkpoint_weights(folder, read_config(folder), prefix, ignored):
@@ -109,7 +109,7 @@ class MtpHead(DraftingHead):
         self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor, plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
         hidden = self._computed(tokens, features, positions, _HeadStep(kv, [GroupStep(slots, plan)]))
-        return self._target.get_output_embeddings()(hidden)[:, : self._columns], hidden
+        return self._target.get_output_embeddings()(hidden)[:, : self.columns], hidden
 
     def _computed(self, tokens: Tensor, features: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
         pair = self._target.base_model.embed_tokens(tokens), features

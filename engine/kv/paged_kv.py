@@ -129,6 +129,7 @@ class PagedKv:
     ) -> None:
         """Raises ValueError as `LayerKv` does."""
         self.page_size = page_size
+        self.device = device
         self.quantized = quantized
         self.pages = pages + 1
         self.padding_slot = pages * page_size

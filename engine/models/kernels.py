@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 from engine.cpu.logits_scan import KernelScan
 from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
+from engine.drafting.head import DraftingHead
+from engine.drafting.head_passes import HeadPasses
 from engine.errors import UnsupportedProcessorError, one_line
+from engine.kv.pages import PagePool
 from engine.models.dtype import COMPUTED
 from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.source import Progress
@@ -48,6 +51,16 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
     heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
     has_rules = any(getattr(model.config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
     return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules, settings.quantized_kv)
+
+
+def head_passes(head: DraftingHead, pool: PagePool, loaded: LoadedModel, progress: Progress) -> HeadPasses:
+    """Of a head of the loaded model. On a GPU with the attention that its own sizes get, and with graphs to capture."""
+    kv, gpu, model = head.kv(pool.total_pages, pool.page_size), loaded.gpu, loaded.model
+    own = None if gpu is None else load_gpu_passes(model.dtype, model.device, head.heads, False, progress)
+    if gpu is None or own is None:
+        return HeadPasses(head, kv, head.backend(kv))
+    backend = own.backend(pool.page_size)
+    return HeadPasses(head, kv, backend, lambda compute: gpu.graphs(compute, kv, backend))
 
 
 # The first rows are greedy, the next ones drawn from all tokens, then filtered and changed: kernels differ.

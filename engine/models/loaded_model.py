@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,6 +20,7 @@ from engine.kv.pages import PagePool
 from engine.layers.joined_layers import join_layers, joins_layers
 from engine.models.vocabulary import Vocabulary
 from engine.parallel.lead import Lead
+from engine.passes.eager import forward
 from engine.passes.runner import ModelRunner
 from engine.passes.solo import SoloBackend, SoloModel, SoloPasses
 from engine.sampling.grammars import Grammars
@@ -136,7 +138,7 @@ class LoadedModel:
         )
         if self.solo is not None:
             return ModelRunner(model, kv, SoloBackend(), row_counts, passes=SoloPasses(self.solo, kv))
-        graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
+        graphs = None if self.gpu is None or form is not None else self.gpu.graphs(partial(forward, model), kv)
         return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)
 
     def _attends_by_kernel(self, page_size: int) -> bool:

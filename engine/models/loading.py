@@ -17,6 +17,7 @@ from engine.description import EngineDescription
 from engine.drafting.eagle_head import EagleHead
 from engine.drafting.head import DraftingHead
 from engine.drafting.head_drafting import HeadDrafting
+from engine.drafting.head_passes import MOST_GRAPHED_ROWS
 from engine.drafting.model_draft import DraftEngine
 from engine.drafting.mtp_head import MtpHead
 from engine.drafting.token_map import TokenMap, map_tokens
@@ -34,7 +35,7 @@ from engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restr
 from engine.models.drafting_head import MTP, head_architecture
 from engine.models.dtype import dtype_name
 from engine.models.fetching import fetch_model, fetch_tokenizer
-from engine.models.kernels import logits_scan
+from engine.models.kernels import head_passes, logits_scan
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.reading import model_in_memory, read_config, read_model, report
 from engine.models.replaced_layers import replace_layers
@@ -155,7 +156,9 @@ def _target_engine(
     description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
     drafting = None
     if head is not None and features is not None:
-        drafting = HeadDrafting(head, pool, features, logits_scan(loaded, head.token_ids))
+        passes = head_passes(head, pool, loaded, progress)
+        passes.capture(description.graphed_row_counts, description.max_sequence_length, progress)
+        drafting = HeadDrafting(head, passes, pool, features, logits_scan(loaded, head.token_ids))
     written = None if drafting is None else drafting.forget_page
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest, written)
     if loaded.lead is not None:
@@ -301,7 +304,7 @@ def _assemble(
     lanes, of_a_layer = lanes_of(groups, shape.layers), shape.bytes_of_layer(loaded.kv_dtype, loaded.quantized_kv)
     page_bytes = lanes * of_a_layer * settings.page_size
     page_bytes += 0 if head is None else head.bytes_per_page(settings.page_size)
-    pages, head_bytes = settings.kv_pages, 0 if head is None else head.nbytes
+    pages, head_bytes = settings.kv_pages, 0 if head is None else head.nbytes + head.bytes_of_passes(MOST_GRAPHED_ROWS)
     if not pages:
         pages = max(1, kv_bytes(settings, loaded.planned_kv_bytes, model.device, head_bytes) // page_bytes)
     pool = PagePool(pages, settings.page_size, groups, loaded.solo is None or loaded.solo.rewinds)

@@ -14,16 +14,14 @@ from engine.attention.paged_step import GroupStep, PagedStep
 from engine.cpu.fused_layers import KernelDecoder
 from engine.kv.paged_kv import PagedKv
 from engine.passes.device import on_device
-from engine.passes.layout import PreparedPass, TokenBatch
+from engine.passes.layout import Forward, PreparedPass, TokenBatch
 
 
 class EagerPasses:
-    def __init__(
-        self, model: PreTrainedModel, kv: PagedKv, backend: AttentionBackend, padded: Callable[[int], int]
-    ) -> None:
+    def __init__(self, compute: Forward, kv: PagedKv, backend: AttentionBackend, padded: Callable[[int], int]) -> None:
         """`padded` gives the row count that a number of rows of logits is computed on."""
-        self._model = model
-        self._device = model.device
+        self._compute = compute
+        self._device = kv.device
         self._kv = kv
         self._backend = backend
         self._padded = padded
@@ -41,7 +39,7 @@ class EagerPasses:
         plans = [self._backend.plan(spans, batch.padded_rows) for spans in batch.spans]
         step = PagedStep(self._kv, list(map(GroupStep, slots, plans)))
         planning = time.perf_counter() - started
-        return PreparedPass(lambda: forward(self._model, tokens, positions, head_rows, step)[:wanted], planning)
+        return PreparedPass(lambda: self._compute(tokens, positions, head_rows, step)[:wanted], planning)
 
 
 def forward(

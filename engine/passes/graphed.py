@@ -10,14 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from engine.attention.backends import AttentionBackend, AttentionPlan, Span
 from engine.attention.paged_step import GroupStep, PagedStep
 from engine.kv.paged_kv import PagedKv
 from engine.passes.device import current, host_buffer
-from engine.passes.eager import forward
-from engine.passes.layout import PreparedPass, TokenBatch
+from engine.passes.layout import Forward, PreparedPass, TokenBatch
 from engine.passes.page_lists import PageLists
 
 Compute = Callable[[], None]
@@ -50,8 +48,9 @@ class GraphedPasses:
     """Passes on the smallest row count with a graph that holds them. A graph computes logits of as many rows as it has.
     All graphs read the same numbers and write the same logits."""
 
-    def __init__(self, model: PreTrainedModel, kv: PagedKv, backend: NumberedBackend, capture: Capture) -> None:
-        self._model = model
+    def __init__(self, compute: Forward, kv: PagedKv, backend: NumberedBackend, capture: Capture) -> None:
+        self._compute = compute
+        self._device = kv.device
         self._kv = kv
         self._groups = len(kv.groups)
         self._backend = backend
@@ -70,17 +69,17 @@ class GraphedPasses:
     @torch.inference_mode()
     def capture(self, row_counts: Sequence[int], longest: int) -> None:
         """Makes graphs, the largest first: smaller ones find room in what it needed. No sequence has more than
-        `longest` positions. Raises whatever the model or torch raises where the model cannot be captured; no graph is
+        `longest` positions. Raises whatever is raised where a pass cannot be captured; no graph is
         left then."""
-        lists, size, device = max(row_counts, default=0), self._kv.page_size, self._model.device
+        lists, size, device = max(row_counts, default=0), self._kv.page_size, self._device
         self._longest = longest
         self._lists = [PageLists(lists, longest, size, device) for _ in self._kv.groups]
         try:
-            with current(self._model.device):
+            with current(device):
                 for rows in sorted(row_counts, reverse=True):
                     if not self._graphs:
                         size = sum(self._sizes(rows))
-                        self._inputs = torch.zeros(size, dtype=torch.int64, device=self._model.device)
+                        self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
                     # A pass of padding alone.
                     slots, plans = [[self._kv.padding_slot] * rows] * self._groups, [()] * self._groups
                     self._write([*[()] * _ROW_NUMBERS, *slots, *plans], self._sizes(rows))
@@ -150,7 +149,7 @@ class GraphedPasses:
         tokens, positions, logits_rows, *others = self._inputs[: sum(sizes)].split(sizes)
         plans = map(self._backend.plan_of, others[self._groups :], (lists.pages for lists in self._lists))
         step = PagedStep(self._kv, list(map(GroupStep, others, plans)))
-        return forward(self._model, tokens, positions, logits_rows, step)
+        return self._compute(tokens, positions, logits_rows, step)
 
 
 class CudaCapture:

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backends import Span
+from engine.attention.paged_step import PagedStep
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PageTable
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
+"""What a pass computes: of tokens, positions and the rows that want logits, int64 on the device, logits
+`[logits_rows, vocabulary]`."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from engine.kv.pages import PagePool, PageTable
 from engine.models.memory_plan import MAX_LOGITS_ROWS
 from engine.parallel.lead import Lead
 from engine.passes.device import PassClock, current, is_lost
-from engine.passes.eager import EagerPasses
+from engine.passes.eager import EagerPasses, forward
 from engine.passes.graphed import GraphedPasses
 from engine.passes.layout import BatchedSequence, TokenBatch
 from engine.passes.solo import SoloPasses
@@ -58,7 +59,7 @@ class ModelRunner:
         counts = [count for count in row_counts if count <= MAX_LOGITS_ROWS]
         self.max_logits = max(counts, default=MAX_LOGITS_ROWS)
         """Rows of logits that memory is planned for, in one of `row_counts`."""
-        self._eager = passes or EagerPasses(model, kv, backend, self.padded)
+        self._eager = passes or EagerPasses(partial(forward, model), kv, backend, self.padded)
         # The model searches its layers for it each time.
         self._device = model.device
         self._current_device = current(self._device)

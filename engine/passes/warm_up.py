@@ -14,6 +14,7 @@ from engine.errors import one_line
 from engine.kv.pages import PagePool, PageTable
 from engine.models.source import Progress
 from engine.passes.graph_sizes import graphed_row_counts
+from engine.passes.graphed import GraphedPasses
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 
@@ -64,12 +65,7 @@ def capture_graphs(
         return description
     row_counts = graphed_row_counts(runner.row_counts)
     progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
-    failure = None
-    try:
-        graphs.capture(row_counts, description.max_sequence_length)
-    # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
-    except Exception as error:
-        failure = f"as this model's passes cannot be captured: {_reasons(error)}"
+    failure = capture(graphs, row_counts, description.max_sequence_length)
     if (
         failure is None
         and description.exact_row_counts
@@ -77,11 +73,26 @@ def capture_graphs(
     ):
         failure = "as they give other bits than the same passes without them"
     if failure is not None:
-        graphs.clear()
-        torch.cuda.empty_cache()
-        logger.warning("no CUDA graphs, %s", failure)
-        progress(f"no CUDA graphs, {failure}", None)
+        forgo(graphs, f"no CUDA graphs, {failure}", progress)
     return replace(description, graphed_row_counts=graphs.row_counts)
+
+
+def capture(graphs: GraphedPasses, row_counts: Sequence[int], longest: int) -> str | None:
+    """Captures them, for sequences of up to `longest` tokens. Says why, where that cannot be."""
+    try:
+        graphs.capture(row_counts, longest)
+    # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
+    except Exception as error:
+        return f"as this model's passes cannot be captured: {_reasons(error)}"
+    return None
+
+
+def forgo(graphs: GraphedPasses, message: str, progress: Progress) -> None:
+    """Goes on without them."""
+    graphs.clear()
+    torch.cuda.empty_cache()
+    logger.warning("%s", message)
+    progress(message, None)
 
 
 def _reasons(error: BaseException | None) -> str:

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.drafting.head import DraftingHead
+from engine.drafting.head_passes import HeadPasses
 from engine.drafting.proposer import Proposer
 from engine.drafting.sequence import SequenceDrafting
 from engine.errors import UnsupportedModelError
-from engine.kv.pages import PageTable
+from engine.kv.pages import PagePool, PageTable
+from engine.models import loading
 from engine.models.loading import load_draft_engine, load_target_engine
+from engine.passes.graphed import GraphedPasses
 from engine.sampling.noise import gumbel, row_key
 from engine.settings import EngineSettings
 from engine.steps import VerifyRow
@@ -29,10 +33,12 @@ from services.worker.executor import StepExecutor
 from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.decoding import generated
 from tests.support.eagle_heads import ReferenceEagle, head_config, head_tensors, save_head
+from tests.support.gpu_work import Captures, Work
 from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.mtp_heads import FAMILIES, ReferenceMtp, save_target
 from tests.support.reference_heads import ReferenceHead
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, quantize_to_int8, tiny_model
+from tests.support.triton_kernel import interpreted_attention
 
 LAYERS = 4
 AUXILIARY = "eagle_aux_hidden_state_layer_ids"
@@ -110,6 +116,52 @@ def step_together(followers: Sequence[Follower], rows: Sequence[VerifyRow]) -> l
     if proposer is not None:
         proposer.offer(rows, outcomes, digests)
     return [one.drafting.kept(digest, 1000) for one, digest in zip(followers, digests, strict=True)]
+
+
+def with_graphs(monkeypatch: pytest.MonkeyPatch, longest: int = 1000) -> Captures:
+    """Heads are loaded as for a GPU, with its attention, by the interpreter, and graphs of up to four rows."""
+    attention, captures = interpreted_attention(), Captures()
+
+    def head_passes(head: DraftingHead, pool: PagePool, *_: object) -> HeadPasses:
+        kv = head.kv(pool.total_pages, pool.page_size)
+        backend = attention.TritonBackend(*head.heads[:2], pool.page_size, torch.device("cpu"))
+        passes = HeadPasses(head, kv, backend, lambda compute: GraphedPasses(compute, kv, backend, captures))
+        passes.capture((1, 2, 4, 512), longest, lambda *_: None)
+        return passes
+
+    monkeypatch.setattr(loading, "head_passes", head_passes)
+    return captures
+
+
+@pytest.mark.parametrize("longest", [1000, 45])
+@pytest.mark.parametrize("case", ["torch", "mtp of torch", "experts, all tokens"])
+def test_graphs_propose_what_a_head_proposes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, longest: int
+) -> None:
+    """Also in turns with passes that have none, as a sequence of theirs has become too long."""
+    captures = with_graphs(monkeypatch, longest)
+    test_proposals_are_those_of_the_published_description(tmp_path, case)
+    assert captures.captured == 3
+    assert captures.replays > 10
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParameters(presence_penalty=0.5, logit_bias={3: 1.0})])
+def test_the_host_waits_once_for_a_proposal_of_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParameters
+) -> None:
+    captures, (target, head, _) = with_graphs(monkeypatch), pair(tmp_path, "llama", TORCH_SHAPE)
+    engine = load(target, head)
+    followers = [Follower(engine, range(number, 9), sampling) for number in range(3)]
+    rows = [follower.row(length=3 + number) for number, follower in enumerate(followers)]
+    outcomes = engine.step(rows).rows
+    for follower, row, outcome in zip(followers, rows, outcomes, strict=True):
+        row.history = [*follower.known, *outcome.tokens][: row.table.length]
+    assert engine.head is not None
+    with monkeypatch.context() as patch, Work(patch) as captures.work:
+        engine.head.offer(rows, outcomes, [1, 2, 3])
+    assert [len(row.drafting.kept(1 + number, 9)) for number, row in enumerate(rows)] == [3, 4, 5]
+    assert captures.replays == 5
+    assert captures.work.waits == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Glm4Config,
@@ -41,6 +40,7 @@ from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
 from scheduler.messages import PromptScoring, Role
 from scheduler.sampling import SamplingParameters
+from tests.support.gpu_work import Work
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 PAGE, PAGES, VOCABULARY = 16, 32, 96
@@ -170,44 +170,6 @@ def expand(model: PreTrainedModel) -> None:
                 setattr(module, name, torch.nn.Embedding.from_pretrained(child.quantized.expanded().to(model.dtype)))
             elif isinstance(child, QuantizedLinear):
                 setattr(module, name, linear_of(child.quantized.expanded().to(model.dtype), child.bias))
-
-
-class Work(TorchDispatchMode):
-    """Counts what a GPU would be asked for: kernels, each operation that makes no view being one, and answers that its
-    host waits for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.kernels = self.waits = 0
-        self._interpreting = False
-        executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
-        monkeypatch.setattr(executor, "__call__", self._launching(executor.__call__))
-        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "nonzero"):
-            monkeypatch.setattr(torch.Tensor, name, self._waiting(getattr(torch.Tensor, name)))
-
-    def _launching(self, launch: Callable[..., object]) -> Callable[..., object]:
-        def counted(*given: object, **named: object) -> object:
-            self.kernels += 1
-            self._interpreting = True
-            try:
-                return launch(*given, **named)
-            finally:
-                self._interpreting = False
-
-        return counted
-
-    def _waiting(self, read: Callable[..., object]) -> Callable[..., object]:
-        def counted(*given: object, **named: object) -> object:
-            self.waits += not self._interpreting
-            return read(*given, **named)
-
-        return counted
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
-        makes_room = "empty" in func.__name__
-        self.kernels += not (self._interpreting or is_view or makes_room)
-        return func(*args, **(kwargs or {}))
 
 
 def engines_of(model: PreTrainedModel, scan: LogitsScan | None = None) -> tuple[TargetEngine, DraftEngine]:

@@ -18,9 +18,9 @@ from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
 from engine.exactness.calibration import candidate_row_counts
 from engine.kv.pages import PagePool, PageTable
+from engine.models import loaded_model
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
-from engine.passes import graphed
 from engine.passes.eager import forward
 from engine.passes.graphed import Capture, Compute
 from engine.passes.layout import BatchedSequence
@@ -30,30 +30,13 @@ from engine.passes.warm_up import capture_graphs
 from engine.sampling.logits_scan import LogitsScan
 from engine.steps import ProposeRow
 from scheduler.sampling import SamplingParameters
+from tests.support.gpu_work import Captures
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted_attention
 
 PAGE, PAGES = 16, 12
 ROW_COUNTS = (1, 2, 4, 8, 16)
 CPU = torch.device("cpu")
-
-
-class Captures:
-    """Counts what is captured and repeated."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replays = 0
-
-    def __call__(self, compute: Compute) -> Callable[[], None]:
-        compute()
-        self.captured += 1
-
-        def replay() -> None:
-            self.replays += 1
-            compute()
-
-        return replay
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +221,7 @@ def test_graphs_of_other_bits_are_not_used_in_exact_mode(
     kernel: ModuleType, model: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = Captures()
-    monkeypatch.setattr(graphed, "forward", lambda *given: forward(*given) * (1 + 1e-6))
+    monkeypatch.setattr(loaded_model, "forward", lambda *given: forward(*given) * (1 + 1e-6))
     runner, pool, description = capture_by(loaded(kernel, model, captures))
     assert "other bits than the same passes without them" in caplog.text
     assert description.graphed_row_counts == ()
@@ -267,13 +250,13 @@ def test_as_many_rows_as_run_by_default_have_a_graph_however_short_sequences_are
 
 
 def capture_by(
-    loaded_model: LoadedModel,
+    of: LoadedModel,
     said: list[str] | None = None,
     row_counts: tuple[int, ...] = ROW_COUNTS,
     exact: bool = True,
 ) -> tuple[ModelRunner, PagePool, EngineDescription]:
     pool = PagePool(PAGES, PAGE)
-    runner = loaded_model.runner(pool, None, row_counts)
+    runner = of.runner(pool, None, row_counts)
     description = EngineDescription(
         model_id="tiny",
         tokenizer_digest=b"",
