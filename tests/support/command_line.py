@@ -87,12 +87,17 @@ CHARACTERS = (*map(chr, range(33, 127)), "Ġ", "Ċ")
 """The 96 that ASCII text needs."""
 
 
-def save_tokenizer(folder: Path, texts: Sequence[str] = CHARACTERS) -> None:
+def tokenizer_of(texts: Sequence[str] = CHARACTERS) -> Tokenizer:
     """One token for each of the `texts`, which are numbered in their order."""
     backend = Tokenizer(models.BPE({text: number for number, text in enumerate(texts)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    return backend
+
+
+def save_tokenizer(folder: Path, texts: Sequence[str] = CHARACTERS) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(texts), chat_template=CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
 
 
 def write_lines(path: Path, *lines: object) -> Path:

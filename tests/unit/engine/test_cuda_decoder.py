@@ -35,11 +35,14 @@ from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from engine.quantization.model import round_weights
+from engine.sampling.grammars import Grammars
 from engine.sampling.logits_scan import LogitsScan
 from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
 from scheduler.messages import PromptScoring, Role
-from scheduler.sampling import SamplingParameters
+from scheduler.sampling import Grammar, SamplingParameters
+from services.gateway.grammar_check import definition
+from tests.support.command_line import tokenizer_of
 from tests.support.gpu_work import Work
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
@@ -186,7 +189,8 @@ def engines_of(model: PreTrainedModel, scan: LogitsScan | None = None) -> tuple[
     runners = [loaded.runner(pool, None, ()) for pool in pools]
     description = EngineDescription("tiny", b"", VOCABULARY, "float16", "cpu", PAGE, PAGES, PAGE * PAGES, 256)
     store, scan = PagedKvStore(runners[0].kv, "tiny", b""), scan or sampling.TritonScan()
-    target = TargetEngine(description, runners[0], pools[0], store, scan)
+    grammars = Grammars(tokenizer_of(), beside_model=True)
+    target = TargetEngine(description, runners[0], pools[0], store, scan, grammars)
     return target, DraftEngine(description, runners[1], pools[1], scan, chained=True)
 
 
@@ -225,6 +229,7 @@ EVERYTHING: dict[str, Any] = {
     "bad_words": ((4,),),
     "min_tokens": 100,
     "end_token_ids": frozenset([2]),
+    "grammar": Grammar(definition("regex", r"[\s\S]*"), frozenset([2])),
 }
 
 
@@ -257,11 +262,11 @@ def test_what_follows_a_pass_launches_few_kernels_whatever_is_asked_for(
     """Also where the rows are sampled in three parts, as 512 of the largest vocabularies are."""
     model = tiny_model(Qwen3Config, num_hidden_layers=1).to(torch.float16)
     make_scan = importlib.import_module("engine.cuda.triton_sampling").TritonScan
-    scans = make_scan(), make_scan(16 * VOCABULARY)
-    fed = kernels_of_a_step(model, 6, scans[0], monkeypatch, sample=False)
+    whole, in_parts = make_scan(), make_scan(3 * VOCABULARY)
+    fed = kernels_of_a_step(model, 4, whole, monkeypatch, sample=False)
     few, more, parts = (
         kernels_of_a_step(model, rows, scan, monkeypatch) - fed
-        for rows, scan in ((1, scans[0]), (6, scans[0]), (20, scans[1]))
+        for rows, scan in ((1, whole), (4, whole), (4, in_parts))
     )
     assert few == more < parts <= 40
 
