@@ -53,7 +53,7 @@ def loaded_model(family: str, dtype: torch.dtype, layers: int = 2) -> LoadedMode
     [
         ("llama", 1, torch.float32),
         ("llama", 1, torch.float16),
-        pytest.param("qwen3", 6, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen3", 3, torch.bfloat16, marks=pytest.mark.slow),
         ("glm4", 2, torch.bfloat16),
         ("qwen3_moe", 2, torch.bfloat16),
     ],
