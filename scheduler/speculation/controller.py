@@ -78,6 +78,11 @@ class Controller:
         figures.plain_step = figures.length > 0 and figures.steps % _PROBE_EVERY == 0
         if figures.steps >= figures.next_probe:
             self._probe(target, figures)
+        # A first guess that was too high would stay, as one sequence with one token says nothing of many.
+        other = None if figures.choice is None else figures.choice.other
+        if other is not None and figures.steps >= max(figures.next_trial, _PROBE_EVERY):
+            figures.choice, figures.trial_until = other, figures.steps + 2 * _PROBE_ROUNDS
+            figures.next_trial = 2 * figures.trial_until
 
     def _probe(self, target: TargetWorker, figures: TargetFigures) -> None:
         prober = None if figures.prober is None else target.sequences.get(figures.prober)
@@ -190,8 +195,8 @@ class Controller:
             figures.choice = None
             return
         share = sum(map(self._drafts, sequences)) / max(1, len(sequences))
-        if not share:
-            return  # those here are cancelled or about to end: the last choice holds for those to come
+        if not share or figures.steps < figures.trial_until:
+            return  # those here are cancelled, about to end or on trial: the last choice holds for those to come
         if not figures.tried:
             # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
             if figures.prober not in target.sequences:

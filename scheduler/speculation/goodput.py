@@ -12,6 +12,9 @@ from operator import mul
 from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost, MeanSeconds
 
+_WORTH_A_TRIAL = 0.9
+"""Of what plain decoding yields: where as much is expected of drafting, that is tried now and then."""
+
 
 @dataclass(slots=True)
 class Choice:
@@ -19,13 +22,14 @@ class Choice:
 
     `rate` is the expected tokens per second, `gain` times that of plain decoding. A step that waits for its proposals
     for more than `wait` seconds yields less than a plain one would; with length 0, a step with a probe, of which one in
-    two is accepted.
+    two is accepted. `other` is the best that drafts, where plain decoding is expected to yield hardly more.
     """
 
     length: int
     rate: float
     gain: float
     wait: float
+    other: Choice | None = None
 
 
 class TargetFigures:
@@ -41,7 +45,8 @@ class TargetFigures:
     Where nothing was asked the round before, a proposal tells little of what the next ones cost: `tried` is the most
     tokens of a step without such sequences, and 0 before the first. In a `plain_step`, no sequence drafts. The sequence
     `prober` drafts a token in `probes_left` more rounds, even where the others decode plainly; its next probe is due
-    after so many `steps`. Up to the step `reading_until`, a draft worker has to read the texts of those that draft now.
+    after so many `steps`. All draft on trial up to the step `trial_until`, and again from `next_trial` on. Up to the
+    step `reading_until`, a draft worker has to read the texts of those that draft now.
     """
 
     def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance | None = None) -> None:
@@ -65,7 +70,7 @@ class TargetFigures:
         self.drafting_cost = LinearCost((1.0, 1.0, 0.0, 1.0), (1.0, 1.0, TOKEN_SHARE, 1.0))
         self.in_time = 1.0
         self.choice: Choice | None = None
-        self.tried = 0
+        self.tried = self.trial_until = self.next_trial = 0
         self.prober: int | None = None
         self.probes_left = 0
 
@@ -104,16 +109,18 @@ def choose(cycle: Cycle, chances: list[float], share: float, in_time: float, bef
     """
     plain_seconds = cycle.verification()
     plain = cycle.count / plain_seconds
-    choice = Choice(0, plain, 1.0, 0.0)
-    # To begin, drafting must promise more than one observation can change an estimate by.
-    best, accepted_of_best = plain if before and before.length else plain / FORGET, 0.5
+
+    def waiting(drafted: float, accepted: float) -> float:
+        return max(0.0, ((1 + accepted) * plain_seconds - cycle.verification(drafted)) / cycle.parts)
+
+    best: Choice | None = None
     for length, chance in enumerate(accumulate(accumulate(chances, mul)) if share else (), 1):
         accepted = share * chance
         rate = cycle.count * (1 + in_time * accepted) / cycle.seconds(length, share * length)
-        if rate > best:
-            best, choice.length, accepted_of_best = rate, length, accepted
-    if choice.length:
-        choice.rate, choice.gain = best, best / plain
-    verification = cycle.verification(share * choice.length if choice.length else 1 / cycle.count)
-    choice.wait = max(0.0, ((1 + accepted_of_best) * plain_seconds - verification) / cycle.parts)
-    return choice
+        if best is None or rate > best.rate:
+            best = Choice(length, rate, rate / plain, waiting(share * length, accepted))
+    # To begin, drafting must promise more than one observation can change an estimate by.
+    if best is not None and best.gain > (1.0 if before and before.length else 1 / FORGET):
+        return best
+    near = best if best is not None and best.gain > _WORTH_A_TRIAL else None
+    return Choice(0, plain, 1.0, waiting(1 / cycle.count, 0.5), near)

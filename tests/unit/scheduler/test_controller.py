@@ -141,6 +141,20 @@ def test_96_tokens_take_hardly_longer_than_with_the_best_fixed_length(
     assert auto < min(seconds(Policy.RAGGED, length) for length in range(1, LONGEST + 1)) / 0.8
 
 
+@dataclass(frozen=True)
+class SlowStart(Law):
+    """Proposals take 1.7 times as long in the first steps."""
+
+    def proposing(self, step: SendStep, before: set[int]) -> float:
+        return super().proposing(step, before) * (1.7 if step.step_id < 50 else 1.0)
+
+
+def test_a_first_impression_of_many_proposals_does_not_stay() -> None:
+    law = SlowStart(0.010, 0.0002, 0.0005, of_token=0.0003)
+    driver = run(law, {"target": 0.9}, False, 16, batch_size=16)
+    assert verified_at_last(driver, "target") > 1.5
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.02, 0.001), (0.001, 0.02)])
 def test_another_draft_worker_of_the_same_model_is_tried_anew(before: float, after: float) -> None:
     """It may be faster or slower than the one before it."""
