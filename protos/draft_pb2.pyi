@@ -46,17 +46,21 @@ class DraftSequence(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., parameters: _Optional[_Union[_worker_pb2.SequenceParameters, _Mapping]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids")
+    __slots__ = ("sequence_ids", "digests", "counts", "tokens", "unknown_ids", "refused_ids", "ahead", "goes_on")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     unknown_ids: _containers.RepeatedScalarFieldContainer[int]
     refused_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    ahead: bool
+    goes_on: bool
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., unknown_ids: _Optional[_Iterable[int]] = ..., refused_ids: _Optional[_Iterable[int]] = ..., ahead: _Optional[bool] = ..., goes_on: _Optional[bool] = ...) -> None: ...

@@ -4,8 +4,9 @@
     python -m bench.control_plane --batch 1 8 64 --drafting all
 
 Real processes and real gRPC: a scheduler, one target, one draft worker with `--drafting workers`, and this process as
-the gateway. With `--drafting targets`, the same draft is inside the target, on its device. `all` measures plain
-decoding, draft workers and drafts inside in turns, five times, and compares the medians.
+the gateway. With `--drafting ahead`, it proposes while the target verifies, as on a device of its own; with `targets`,
+the same draft is inside the target, on its device. `all` measures plain decoding and the three places in turns, five
+times, and compares the medians.
 Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
 on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time, where only
 the passes take any; a draft worker takes turns with its target there, as all sequences are in one step. The figures are
@@ -32,8 +33,8 @@ from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch
 from services.scheduler_client.remote_stream import RemoteStream
 
-NOWHERE, WORKERS, TARGETS = "nowhere", "workers", "targets"
-PLACES = (NOWHERE, WORKERS, TARGETS)
+NOWHERE, WORKERS, AHEAD, TARGETS = "nowhere", "workers", "ahead", "targets"
+PLACES = (NOWHERE, WORKERS, AHEAD, TARGETS)
 
 _PROMPT = (7,) * 32
 _IDEAL_ROUNDS = 400
@@ -73,8 +74,8 @@ def load_of(batch: int, drafting: str, agreement: float) -> Load:
 
 def launches_of(load: Load, pace: Pace, drafting: str) -> list[WorkerLaunch]:
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
-    settings["inside"] = drafting == TARGETS
-    roles = [Role.TARGET, *([Role.DRAFT] if drafting == WORKERS else [])]
+    settings |= {"inside": drafting == TARGETS, "ahead": drafting == AHEAD}
+    roles = [Role.TARGET, *([Role.DRAFT] if drafting in (WORKERS, AHEAD) else [])]
     return [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
 
 
@@ -133,6 +134,7 @@ def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any
     ]
     ratios = {
         "workers_to_targets": rates[WORKERS] / rates[TARGETS],
+        "ahead_to_targets": rates[AHEAD] / rates[TARGETS],
         "workers_to_plain": rates[WORKERS] / rates[NOWHERE],
         "targets_to_plain": rates[TARGETS] / rates[NOWHERE],
     }

@@ -30,13 +30,14 @@ from services.worker.process import (
 MAX_LENGTH = 16384
 _PAGE_SIZE = 16
 _PAGES = 1 << 18
-_TOKEN = 7
+_TOKEN, _OTHER = 7, 8
 # Sleeping ends late by about so much; the rest is waited for actively.
 _OVERSLEPT_SECONDS = 0.0002
 
 
 class PacedEngine:
-    """Every token is the same one. Each draft token is accepted with the chance `agreement`, given those before it."""
+    """The draft always chooses the same token. Each is the target's own with the chance `agreement`, given those before
+    it."""
 
     device_lost = False
 
@@ -48,7 +49,7 @@ class PacedEngine:
         self.description = EngineDescription(
             model_id="paced",
             tokenizer_digest=b"paced",
-            vocabulary_size=_TOKEN + 1,
+            vocabulary_size=_OTHER + 1,
             dtype="none",
             device="none",
             page_size=_PAGE_SIZE,
@@ -73,7 +74,10 @@ class PacedTarget(PacedEngine):
         while accepted < len(row.draft_tokens) and self._random.random() < self._agreement:
             accepted += 1
         self.pool.append(row.table, len(row.tokens) + accepted)
-        return RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
+        if not row.sample:
+            return RowOutcome([])
+        same = accepted == len(row.draft_tokens) and self._random.random() < self._agreement
+        return RowOutcome([*[_TOKEN] * accepted, _TOKEN if same else _OTHER], accepted)
 
 
 class PacedDraft(PacedEngine):
@@ -103,7 +107,7 @@ def load(
     settings = arguments.settings
     given = Pace(**settings["pace"]), settings["agreement"], settings["batch"]
     if arguments.role is Role.DRAFT:
-        return serving_draft(PacedDraft(*given), prefix_cache=False)
+        return serving_draft(PacedDraft(*given), prefix_cache=False, ahead=settings["ahead"])
     if settings["inside"]:
         own = InsideDrafting(ModelDrafting(PacedDraft(*given), prefix_cache=False))
         return serving(StepExecutor(make_target(*given, "paced"), proposer=Proposers(draft=own)))

@@ -165,10 +165,16 @@ def serving(executor: StepExecutor) -> Serve:
     )
 
 
-def serving_draft(draft: Draft, prefix_cache: bool) -> Serve:
-    """Of a draft worker."""
+def serving_draft(draft: Draft, prefix_cache: bool, ahead: bool) -> Serve:
+    """Of a draft worker, see `DraftServer`."""
     return lambda arguments, thread: DraftServer(
-        draft, prefix_cache, arguments.host, arguments.port, thread=thread, security=arguments.security
+        draft,
+        prefix_cache,
+        arguments.host,
+        arguments.port,
+        thread=thread,
+        security=arguments.security,
+        ahead=ahead,
     )
 
 
@@ -180,7 +186,9 @@ def load_worker(arguments: WorkerArguments, progress: Progress) -> Serve:
     """
     if arguments.role is Role.DRAFT:
         settings = EngineSettings.from_plain(arguments.settings)
-        return serving_draft(load_draft(settings, progress), settings.prefix_cache)
+        # Where it is on a GPU with targets, they would wait for what it computes ahead.
+        alone = settings.device != "cpu" and not settings.gpu_peers
+        return serving_draft(load_draft(settings, progress), settings.prefix_cache, alone)
     return serving(load_executor(arguments, progress))
 
 

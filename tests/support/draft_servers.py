@@ -45,7 +45,11 @@ class RunningDraft:
 
 @contextmanager
 def running_draft(
-    load: Callable[[], Draft], port: int = 0, security: ChannelSecurity | None = None, prefix_cache: bool = True
+    load: Callable[[], Draft],
+    port: int = 0,
+    security: ChannelSecurity | None = None,
+    prefix_cache: bool = True,
+    ahead: bool = False,
 ) -> Iterator[RunningDraft]:
     """`load` runs on the thread that computes."""
     started: list[RunningDraft | BaseException] = []
@@ -57,7 +61,7 @@ def running_draft(
         stop.append(lambda: loop.call_soon_threadsafe(end.set))
         thread = step_thread()
         draft = await asyncio.wrap_future(thread.submit(load))
-        server = DraftServer(draft, prefix_cache, port=port, thread=thread, security=security)
+        server = DraftServer(draft, prefix_cache, port=port, thread=thread, security=security, ahead=ahead)
         started.append(RunningDraft(server, draft, await server.start(), loop))
         ready.set()
         await end.wait()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -18,6 +18,7 @@ from engine.errors import DeviceLostError
 from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
+from services.worker.drafting.ahead import MOST_SEQUENCES, Ahead
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
 from services.worker.drafting.target_stream import DraftedSequence, TargetStream
@@ -35,10 +36,12 @@ class Batcher:
     nobody has asked for since it was asked for before itself; where there are none, it gets no proposal the first time,
     and is refused the second.
 
+    With `ahead`, it goes on behind its proposals while nobody waits (ahead.py).
+
     A device that is lost ends the process: its targets go on without it.
     """
 
-    def __init__(self, drafting: ModelDrafting, pool: PagePool, thread: Executor) -> None:
+    def __init__(self, drafting: ModelDrafting, pool: PagePool, thread: Executor, ahead: bool = False) -> None:
         self._drafting = drafting
         self._pool = pool
         self._thread = thread
@@ -50,10 +53,12 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[TargetStream, None] = {}
         self._waiting: dict[DraftedSequence, TargetStream] = {}
+        self._ahead = Ahead(drafting, pool)
+        self._goes_ahead = ahead
         # Of the present batch.
         self._answers: defaultdict[TargetStream, draft_pb2.Proposals] = defaultdict(draft_pb2.Proposals)
         self._answered: defaultdict[TargetStream, list[tuple[DraftedSequence, Sequence[int]]]] = defaultdict(list)
-        self._calls: list[partial[None]] = []
+        self._calls: list[Callable[[], object]] = []
         """To be made on the event loop when the batch has ended."""
         self._number = 0
         self._reading_next = False
@@ -84,6 +89,10 @@ class Batcher:
         """Frees what the stream's sequences hold. Nothing more is added for it."""
         self._put(stream, None)
 
+    def _go_ahead(self) -> None:
+        with self._lock:
+            self._schedule()
+
     def _put(self, stream: TargetStream, step: VerdictsOfStep | None) -> None:
         with self._lock:
             self._arrived.append((stream, step))
@@ -100,8 +109,9 @@ class Batcher:
 
     def _run(self) -> None:
         began = self._began = time.monotonic()
+        asked = True
         try:
-            self._batch()
+            asked = self._batch()
         except DeviceLostError as error:
             end_process(str(error))
         except Exception as error:
@@ -114,15 +124,20 @@ class Batcher:
             except Exception:
                 logger.exception("sequences cannot be dropped")
                 end_process("what a failed batch has left cannot be freed")
-        self._tell()
-        self.busy_seconds += time.monotonic() - began
+        if asked:
+            self.busy_seconds += time.monotonic() - began
         self._began = None
         with self._lock:
             self._scheduled = False
             if self._arrived or self._waiting:
                 self._schedule()
+        if len(self._ahead) and self._loop is not None:
+            # What is computed ahead begins once answers have left: both would want Python's lock.
+            self._calls.append(partial(self._loop.call_soon, self._go_ahead))
+        self._tell()
 
-    def _batch(self) -> None:
+    def _batch(self) -> bool:
+        """Whether anybody has asked for what it has computed."""
         self._number += 1
         self._answers.clear()
         self._answered.clear()
@@ -138,19 +153,30 @@ class Batcher:
                 self._apply(stream, step)
             except BadMessageError as error:
                 self._refuse(stream, error)
+        if not self._waiting and len(self._ahead):
+            self._send(self._ahead.go_on())
+            return False
         asked = self._with_pages(self._chosen())
         answers = self._drafting.propose([_ask(one) for one in asked])
         for one, answer in zip(asked, answers, strict=True):
             one.served = self._number
             if not answer.behind:
                 self._answer(one, answer)
+        count = len(self._ahead) + sum(map(len, self._answered.values()))
+        goes_on = self._goes_ahead and count <= MOST_SEQUENCES
         for stream, answered in self._answered.items():
             proposals = self._answers[stream]
             proposals.sequence_ids.extend([one.sequence_id for one, _ in answered])
-            proposals.digests.extend([one.tokens.digests[-1] for one, _ in answered])
+            proposals.digests.extend([one.tokens.digest(one.committed) for one, _ in answered])
             proposals.counts.extend([len(tokens) for _, tokens in answered])
             proposals.tokens.extend([token for _, tokens in answered for token in tokens])
-        self._calls += [partial(stream.answers.put_nowait, proposals) for stream, proposals in self._answers.items()]
+            proposals.goes_on = goes_on
+        self._send(self._answers)
+        if goes_on:
+            for stream, answered in self._answered.items():
+                for one, tokens in answered:
+                    self._ahead.begin(one, stream, [*tokens])
+        return True
 
     def _apply(self, stream: TargetStream, step: VerdictsOfStep) -> None:
         """Raises BadMessageError."""
@@ -163,9 +189,15 @@ class Batcher:
             if opened is not None:
                 self._forget(stream, sequence_id)
                 kv, tokens = DraftKv([opened.cache_scope]), DigestedTokens(opened.tokens)
-                one = DraftedSequence(sequence_id, opened.prompt_length, opened.sampling, kv, tokens)
+                one = DraftedSequence(
+                    sequence_id, opened.prompt_length, opened.sampling, kv, tokens, committed=len(tokens)
+                )
                 stream.sequences[sequence_id] = one
             known = stream.sequences.get(sequence_id)
+            if known is not None and opened is None and self._ahead.met(known, stream, verdict):
+                continue
+            if known is not None:
+                self._ahead.stop(known)
             if known is None or not _follow(known, verdict):
                 self._forget(stream, sequence_id)
                 self._answers[stream].unknown_ids.append(sequence_id)
@@ -231,6 +263,7 @@ class Batcher:
         one = stream.sequences.pop(sequence_id, None)
         if one is not None:
             self._waiting.pop(one, None)
+            self._ahead.stop(one)
             one.kv.drop()
 
     def _drop(self, stream: TargetStream) -> None:
@@ -243,6 +276,9 @@ class Batcher:
     def _refuse(self, stream: TargetStream, refusal: BadMessageError) -> None:
         self._drop(stream)
         self._calls.append(partial(stream.end, refusal))
+
+    def _send(self, proposals: Mapping[TargetStream, draft_pb2.Proposals]) -> None:
+        self._calls += [partial(stream.answers.put_nowait, message) for stream, message in proposals.items()]
 
     def _tell(self) -> None:
         calls, self._calls = self._calls, []
@@ -259,6 +295,7 @@ def _follow(one: DraftedSequence, verdict: Verdict) -> bool:
     one.tokens.truncate(start)
     one.kv.truncate(start)
     one.tokens.extend(verdict.tokens)
+    one.committed = len(one.tokens)
     return one.tokens.digests[-1] == verdict.digest
 
 
@@ -266,7 +303,7 @@ def _ask(one: DraftedSequence) -> DraftAsk:
     return DraftAsk(one.kv, one.tokens.tokens, (), one.prompt_length, one.sampling, one.draft_length)
 
 
-def _make(calls: Sequence[partial[None]]) -> None:
+def _make(calls: Sequence[Callable[[], object]]) -> None:
     """On the event loop."""
     for call in calls:
         call()

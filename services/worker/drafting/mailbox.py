@@ -23,9 +23,11 @@ class RemoteSequence:
     """The draft has been `sent` the first so many tokens on the present stream; 0: the sequence must be opened.
 
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
-    `tokens` are what is proposed. `met`: the draft has proposed for the sequence and has little to read for the next
-    proposal, so that steps wait for it. `owed`: a stream broke while an answer was due, if only to say that KV is
-    there; `owing` counts the drafts that the target has left so, in a row.
+    `tokens` are what is proposed. The `guess` was proposed ahead, after the prefix with the digest `guessed`. `met`:
+    the draft has proposed for the sequence and has little to read for the next proposal, so that steps wait for it.
+    `going_on`: it computes ahead, as it has before and `survived`. `owed`: a stream broke while an answer was due, if
+    only to say that KV is there, or while the draft was ahead; `owing` counts the drafts that the target has left so,
+    in a row.
     """
 
     sent: int = 0
@@ -33,7 +35,11 @@ class RemoteSequence:
     most: int = 0
     answered: bool = True
     tokens: Sequence[int] = ()
+    guessed: int | None = None
+    guess: Sequence[int] = ()
     met: bool = False
+    going_on: bool = False
+    survived: bool = False
     owed: bool = False
     owing: int = 0
     refused: bool = False
@@ -43,23 +49,37 @@ class RemoteSequence:
         return self.answered and self.most > 0
 
     def ask(self, digest: int, most: int) -> None:
-        self.asked, self.most, self.answered, self.tokens = digest, most, False, ()
+        """What was proposed ahead is there at once."""
+        self.asked, self.most = digest, most
+        self.tokens = self.guess[:most] if digest == self.guessed else ()
+        self.answered = bool(self.tokens)
+        self.met = self.met or self.answered
+        self.guessed, self.guess = None, ()
 
     def take_in(self, answer: Answer) -> None:
         """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
+        self.going_on = answer.goes_on
         if answer.tokens:
-            self.met, self.owing = True, 0
+            self.met = True
+            if answer.ahead or self.survived or not self.going_on:
+                self.owing = 0
+            self.survived = True
         if answer.digest != self.asked:
+            if answer.ahead:
+                self.guessed, self.guess = answer.digest, answer.tokens
             return
+        if answer.ahead:
+            answer.tokens = answer.tokens[: self.most]
         name = f"the number of tokens for sequence {answer.sequence_id}"
         check_at_most(name, len(answer.tokens), self.most)
         self.answered = True
         if self.most:
-            self.tokens, self.met, self.owing = answer.tokens, True, 0
+            self.tokens, self.met = answer.tokens, True
 
     def forget_stream(self) -> None:
         """The draft of the next stream knows nothing of the sequence."""
         self.sent, self.asked, self.answered, self.tokens, self.met = 0, None, True, (), False
+        self.guessed, self.guess, self.going_on, self.survived = None, (), False, False
 
 
 class Mailbox:
@@ -96,7 +116,7 @@ class Mailbox:
         """The stream is no more."""
         self.connected = False
         for one in self.sequences.values():
-            one.owed = one.owed or not one.answered
+            one.owed = one.owed or not one.answered or one.going_on
             one.forget_stream()
         self.lock.notify_all()
 

@@ -46,11 +46,14 @@ class VerdictsOfStep:
 
 @dataclass(slots=True)
 class Answer:
-    """What is proposed after the prefix with this `digest`; without tokens: nothing is."""
+    """What is proposed after the prefix with this `digest`; without tokens: nothing is. `ahead`: before it was asked
+    for. `goes_on`: the draft computes more for the sequence."""
 
     sequence_id: int
     digest: int
     tokens: Sequence[int]
+    ahead: bool = False
+    goes_on: bool = False
 
 
 def verdicts_from_wire(request: draft_pb2.DraftRequest, vocabulary_size: int) -> VerdictsOfStep:
@@ -72,7 +75,9 @@ def verdicts_from_wire(request: draft_pb2.DraftRequest, vocabulary_size: int) ->
 def answers_from_wire(proposals: draft_pb2.Proposals, vocabulary_size: int) -> list[Answer]:
     """Raises BadMessageError."""
     parts = _parts(proposals, ("digests", "counts"), vocabulary_size)
-    return [Answer(*one) for one in zip(proposals.sequence_ids, proposals.digests, parts, strict=True)]
+    check_at_most("an entry of counts", max(proposals.counts, default=0), MAX_DRAFT_LENGTH)
+    columns = zip(proposals.sequence_ids, proposals.digests, parts, strict=True)
+    return [Answer(*one, proposals.ahead, proposals.goes_on) for one in columns]
 
 
 def _parts(

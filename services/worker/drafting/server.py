@@ -37,11 +37,13 @@ class DraftServer(BaseWorkerServer):
         worker_epoch: int | None = None,
         thread: ThreadPoolExecutor | None = None,
         security: ChannelSecurity | None = None,
+        ahead: bool = False,
     ) -> None:
+        """`ahead`: the draft computes while targets do, on another device than theirs."""
         thread = thread or step_thread()
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         self._draft = draft
-        self._batcher = Batcher(ModelDrafting(draft, prefix_cache), draft.pool, thread)
+        self._batcher = Batcher(ModelDrafting(draft, prefix_cache), draft.pool, thread, ahead)
         self._drafter = DrafterService(self._batcher, self.worker_epoch, draft.description.vocabulary_size)
         self._signs = SignsOfLife(self.worker_epoch, thread, lambda: draft.pool.free_pages)
         super().__init__(self._signs, host, port, thread, security)

@@ -20,14 +20,19 @@ tokens as it may counts as that many."""
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
-    """`draft_length` is of the latest request. `asked` and `asked_before` number the batches for which the latest two
-    came, `served` the one that computed for the sequence last; 0: none."""
+    """`tokens` begin with the target's, the `committed` ones; behind these are those that the draft has chosen ahead
+    (ahead.py), up to a `goal`. Once that is reached, the first `guessed` are the prefix of a proposal that was sent
+    ahead; 0: there is none. `draft_length` is of the latest request. `asked` and `asked_before` number the batches for
+    which the latest two came, `served` the one that computed for the sequence last; 0: none."""
 
     sequence_id: int
     prompt_length: int
     sampling: SamplingParameters
     kv: DraftKv
     tokens: DigestedTokens
+    committed: int = 0
+    goal: int = 0
+    guessed: int = 0
     draft_length: int = 0
     asked: int = 0
     asked_before: int = 0
@@ -36,7 +41,7 @@ class DraftedSequence:
     @property
     def lag(self) -> int:
         """How many tokens the draft must read before it can propose, unless other sequences have their KV."""
-        return len(self.tokens) - min(self.kv.table.length, len(self.kv.known))
+        return self.committed - min(self.kv.table.length, len(self.kv.known))
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -23,11 +24,12 @@ from engine.drafting.model_draft import DraftEngine
 from engine.drafting.model_drafting import DraftAsk, ModelDrafting
 from engine.models.loading import load_draft_engine
 from engine.settings import EngineSettings
-from protos import worker_pb2, worker_pb2_grpc
+from protos import draft_pb2, draft_pb2_grpc, worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.rpc.conversion import to_wire
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.worker.drafting.batcher import Batcher
 from services.worker.drafting.frame_listener import FrameListener
@@ -65,9 +67,9 @@ def load(folder: Path, **changes: Any) -> DraftEngine:
     return load_draft_engine(EngineSettings(str(folder), **(fields | changes)), lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[RunningDraft]:
-    with running_draft(lambda: load(folder)) as running:
+@pytest.fixture(scope="module", params=[False, True], ids=["asked", "ahead"])
+def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[RunningDraft]:
+    with running_draft(lambda: load(folder), ahead=request.param) as running:
         yield running
 
 
@@ -297,6 +299,68 @@ def test_sequences_without_pages_are_refused_and_others_go_on(folder: Path) -> N
         refused: list[int] = []
         wait_until(lambda: bool(refused.extend(proposer.report().refused) or refused), "one is refused")  # type: ignore[union-attr]
         assert refused == [4]
+
+
+def asking(sequences: Sequence[PlayedSequence], told: dict[int, int]) -> draft_pb2.DraftRequest:
+    """For three tokens each. `told`: how many tokens of a sequence the draft knows; none: it is opened."""
+    request = draft_pb2.DraftRequest()
+    for one in sequences:
+        tokens, known = one.tokens.tokens, told.get(one.sequence_id, 0)
+        if not known:
+            sampling = to_wire(worker_pb2.SamplingParameters, one.sampling)
+            parameters = worker_pb2.SequenceParameters(prompt_length=len(one.prompt), sampling=sampling)
+            parameters.committed_tokens.extend(tokens)
+            request.sequences.add(sequence_id=one.sequence_id, parameters=parameters)
+            known = len(tokens)
+        request.sequence_ids.append(one.sequence_id)
+        request.lengths.append(len(tokens))
+        request.digests.append(one.digest)
+        request.counts.append(len(tokens) - known)
+        request.tokens.extend(tokens[known:])
+        request.draft_lengths.append(3)
+        told[one.sequence_id] = len(tokens)
+    return request
+
+
+def test_a_draft_with_nothing_to_do_proposes_ahead_of_the_likeliest_verdicts(folder: Path) -> None:
+    """Of two sequences, one goes on as the draft expects it to, time and again, and one does not."""
+    oracle, told, outgoing = Oracle(folder), dict[int, int](), SimpleQueue[draft_pb2.DraftRequest | None]()
+    # Short ones, which are read in one batch.
+    right, wrong = sequences = [PlayedSequence(number, [number, 7], SAMPLINGS[number]) for number in (0, 1)]
+    for one in sequences:
+        one.commit(5)
+
+    def expected(one: PlayedSequence, ahead: bool) -> tuple[int, list[int]]:
+        """The digest of the prefix of a proposal, and the proposal."""
+        follower = PlayedSequence(one.sequence_id, one.prompt, one.sampling)
+        follower.commit(*one.tokens.tokens[len(one.prompt) :], *(oracle.proposal(one, 4) if ahead else ()))
+        return follower.digest, Oracle(folder).proposal(follower, 3)
+
+    with running_draft(lambda: load(folder), ahead=True) as draft, grpc.insecure_channel(draft.address) as channel:
+        messages = draft_pb2_grpc.DrafterStub(channel).Propose(iter(outgoing.get, None))
+
+        def answered(ahead: bool, *those: PlayedSequence) -> None:
+            """By the next message."""
+            message = next(messages)
+            assert (message.ahead, message.goes_on) == (ahead, not ahead)
+            parts = [list(message.tokens[first : first + 3]) for first in range(0, len(message.tokens), 3)]
+            found = zip(message.sequence_ids, message.digests, parts, strict=True)
+            assert sorted(found) == [(one.sequence_id, *expected(one, ahead)) for one in those]
+
+        opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=draft.grant())
+        outgoing.put(draft_pb2.DraftRequest(opening=opening))
+        outgoing.put(asking(sequences, told))
+        answered(False, right, wrong)
+        answered(True, right, wrong)
+        for _ in range(3):
+            right.commit(*oracle.proposal(right, 4))
+            wrong.commit(*oracle.proposal(wrong, 3)[:1], END)
+            outgoing.put(asking(sequences, told))
+            answered(False, wrong)
+            answered(True, right, wrong)
+        outgoing.put(None)
+        assert not [*messages]
+        wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)
 
 
 def test_a_batch_may_outlive_its_server(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -193,7 +193,10 @@ class DraftAudit:
             return
         for sequence_id, digest, tokens in columns:
             most = asked.get((sequence_id, digest))
-            if most is None:
+            if proposals.ahead:
+                if len(tokens) > max((most for (one, _), most in asked.items() if one == sequence_id), default=0):
+                    self._problem(f"proposes {tokens} ahead for sequence {sequence_id}, of which nobody asked as much")
+            elif most is None:
                 if tokens:
                     self._problem(f"proposes {tokens} for sequence {sequence_id} behind tokens that it was never told")
             elif len(tokens) > most:

@@ -94,6 +94,8 @@ class WorkerPlan:
     own_row_seconds: float = 0.0
     own_kv_seconds: float = 0.0
     """Of passes of the target's own draft."""
+    ahead: bool = False
+    """Whether a draft worker proposes before it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ def make_plan(
                     0.0001,
                     own_draft=own,
                     own_seconds=0.001 if own == OWN else 0.0,
+                    ahead=not target and seed % 2 == 0,
                 )
             )
     gateways = rng.choice((1, 2, 3))

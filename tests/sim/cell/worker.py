@@ -271,6 +271,7 @@ class SimulatedDraft(SimulatedWorker):
             worker_epoch=self.epoch,
             thread=self.thread,  # type: ignore[arg-type]
             security=self.process,  # type: ignore[arg-type]
+            ahead=self.plan.ahead,
         )
 
     @property

@@ -227,6 +227,68 @@ def test_drafts_that_are_late_refuse_nothing() -> None:
         assert report.refused == ()
 
 
+def goes_on(request: draft_pb2.DraftRequest) -> draft_pb2.Proposals:
+    answer = answer_of(request)
+    answer.goes_on = True
+    return answer
+
+
+def ahead_of(one: PlayedSequence, *tokens: int) -> draft_pb2.Proposals:
+    """Three tokens, behind those of the sequence and these."""
+    digest = one.tokens.digest_with(tokens)
+    return draft_pb2.Proposals(
+        sequence_ids=[one.sequence_id], digests=[digest], counts=[3], tokens=[7, 8, 9], ahead=True
+    )
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_was_proposed_ahead_is_there_with_the_verdict_if_that_was_guessed(right: bool) -> None:
+    """The draft itself answers the first request only."""
+    one, other = played(1, 2)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if request.sequences:
+            yield goes_on(request)
+            if one.sequence_id in request.sequence_ids:
+                yield ahead_of(one, 1, 1, 5)
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        for each in (one, other):  # once the other has an answer, all of the first one's has come
+            offer(proposer, [each], 2)
+            assert proposed(proposer, [each]) == [[1, 1]]
+        one.commit(1, 1, 5 if right else 6)
+        offer(proposer, [one], 2)
+        assert take(proposer, [one], 2) == ([[7, 8]] if right else [[]])
+        request = [drafter.requests.get(timeout=LONG) for _ in range(3)][-1]
+        assert list(request.tokens) == one.tokens.tokens[-3:]
+        assert list(request.draft_lengths) == [2]
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_sequences_over_which_two_drafts_died_ahead_are_refused(survives: bool) -> None:
+    """A draft that answers twice has not died of what it computed in between."""
+    (deadly,) = played(1)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if deadly.sequence_id in request.sequence_ids:
+            yield goes_on(request)
+            if not survives or not request.sequences:
+                raise RuntimeError("the draft dies")
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        for number in (2, 3):
+            wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
+            if survives:
+                offer(proposer, [deadly], 2)
+                assert proposed(proposer, [deadly]) == [[1, 1]]
+                deadly.commit(5)
+            offer_over_break(proposer, deadly)
+            proposer.set_grant(drafter.grant(number))
+        report = proposer.report()
+        assert report is not None
+        assert report.refused == (() if survives else (1,))
+
+
 WRONG = {
     "token": ({"tokens": [1, VOCABULARY]}, f"tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
     "count": ({"tokens": [1, 1, 1], "counts": [3]}, "tokens for sequence 1 is 3, must be at most 2"),
