@@ -8,6 +8,7 @@ it (as in SSD, arXiv 2603.03251, and SwiftSpec, arXiv 2506.11309); if not, nothi
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from engine.drafting.model_drafting import DraftAsk, ModelDrafting
 from engine.kv.pages import PagePool
@@ -32,11 +33,13 @@ class Ahead:
         """Sequences for which there is something to compute."""
         return len(self._going)
 
-    def begin(self, one: DraftedSequence, stream: TargetStream, proposal: list[int]) -> None:
-        """Behind a proposal that was sent, if it is whole. Sequences with grammars wait for their verdicts."""
-        if len(proposal) == one.draft_length > 0 and one.sampling.grammar is None:
-            one.tokens.extend(proposal)
-            self._go(one, stream)
+    def begin(self, one: DraftedSequence, stream: TargetStream, proposal: Sequence[int]) -> bool:
+        """Behind a proposal that is sent, if it is whole. Not behind a single token: who asks for that wants to know
+        what it costs. Sequences with grammars wait for their verdicts."""
+        if not len(proposal) == one.draft_length > 1 or one.sampling.grammar is not None:
+            return False
+        one.tokens.extend(proposal)
+        return self._go(one, stream)
 
     def stop(self, one: DraftedSequence) -> None:
         """Nothing is known of the sequence beyond its last verdict."""
@@ -81,11 +84,13 @@ class Ahead:
                 self.stop(one)
         return found
 
-    def _go(self, one: DraftedSequence, stream: TargetStream) -> None:
+    def _go(self, one: DraftedSequence, stream: TargetStream) -> bool:
         """The tokens of the sequence end with a proposal."""
         one.guessed, one.goal = 0, len(one.tokens) + 1 + one.draft_length
-        if one.goal <= self._drafting.description.max_sequence_length:
-            self._going[one] = stream
+        if one.goal > self._drafting.description.max_sequence_length:
+            return False
+        self._going[one] = stream
+        return True
 
 
 def _add(proposals: draft_pb2.Proposals, one: DraftedSequence) -> None:

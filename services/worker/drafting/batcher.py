@@ -162,20 +162,17 @@ class Batcher:
             one.served = self._number
             if not answer.behind:
                 self._answer(one, answer)
-        count = len(self._ahead) + sum(map(len, self._answered.values()))
-        goes_on = self._goes_ahead and count <= MOST_SEQUENCES
+        few = len(self._ahead) + sum(map(len, self._answered.values())) <= MOST_SEQUENCES
         for stream, answered in self._answered.items():
             proposals = self._answers[stream]
             proposals.sequence_ids.extend([one.sequence_id for one, _ in answered])
             proposals.digests.extend([one.tokens.digest(one.committed) for one, _ in answered])
             proposals.counts.extend([len(tokens) for _, tokens in answered])
             proposals.tokens.extend([token for _, tokens in answered for token in tokens])
-            proposals.goes_on = goes_on
+            if self._goes_ahead and few:
+                begun = [self._ahead.begin(one, stream, tokens) for one, tokens in answered]
+                proposals.goes_on = any(begun)
         self._send(self._answers)
-        if goes_on:
-            for stream, answered in self._answered.items():
-                for one, tokens in answered:
-                    self._ahead.begin(one, stream, [*tokens])
         return True
 
     def _apply(self, stream: TargetStream, step: VerdictsOfStep) -> None:
@@ -194,7 +191,10 @@ class Batcher:
                 )
                 stream.sequences[sequence_id] = one
             known = stream.sequences.get(sequence_id)
-            if known is not None and opened is None and self._ahead.met(known, stream, verdict):
+            if known is not None and known.asked < self._number:
+                known.asked_before, known.asked = known.asked, self._number
+            if known is not None and self._ahead.met(known, stream, verdict):
+                known.served = self._number
                 continue
             if known is not None:
                 self._ahead.stop(known)
@@ -206,8 +206,6 @@ class Batcher:
                 self._answers[stream].refused_ids.append(sequence_id)
             else:
                 known.draft_length = verdict.draft_length
-                if known.asked < self._number:
-                    known.asked_before, known.asked = known.asked, self._number
                 self._waiting[known] = stream
 
     def _may_propose(self, one: DraftedSequence, verdict: Verdict) -> bool:
@@ -237,6 +235,7 @@ class Batcher:
                 if not idle or idle[0].served >= one.asked_before:
                     break
                 dropped = idle.popleft()
+                self._ahead.stop(dropped)
                 dropped.kv.drop()
                 dropped.asked = dropped.asked_before = 0
             if reserved + needed <= self._pool.free_pages:
