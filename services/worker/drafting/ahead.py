@@ -58,7 +58,7 @@ class Ahead:
         return True
 
     def go_on(self) -> dict[TargetStream, draft_pb2.Proposals]:
-        """Chooses one more token for each, as far as there are pages; gives what is complete, by target."""
+        """Computes what is missing of each, as far as there are pages; gives what is complete, by target."""
         asked: list[DraftedSequence] = []
         reserved = 0
         for one in [*self._going]:
@@ -69,13 +69,7 @@ class Ahead:
                 reserved += needed
                 asked.append(one)
         found: defaultdict[TargetStream, draft_pb2.Proposals] = defaultdict(draft_pb2.Proposals)
-        answers = self._drafting.propose(
-            [
-                DraftAsk(one.kv, one.tokens.tokens, (), one.prompt_length, one.sampling, one.goal - len(one.tokens))
-                for one in asked
-            ]
-        )
-        for one, answer in zip(asked, answers, strict=True):
+        for one, answer in zip(asked, self._drafting.propose([*map(_ask, asked)]), strict=True):
             if answer.tokens:
                 one.tokens.extend(answer.tokens)
                 if len(one.tokens) == one.goal:
@@ -91,6 +85,11 @@ class Ahead:
             return False
         self._going[one] = stream
         return True
+
+
+def _ask(one: DraftedSequence) -> DraftAsk:
+    missing = one.goal - len(one.tokens)
+    return DraftAsk(one.kv, one.tokens.tokens, (), one.prompt_length, one.sampling, missing)
 
 
 def _add(proposals: draft_pb2.Proposals, one: DraftedSequence) -> None:

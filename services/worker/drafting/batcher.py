@@ -154,6 +154,7 @@ class Batcher:
             except BadMessageError as error:
                 self._refuse(stream, error)
         if not self._waiting and len(self._ahead):
+            self._send(self._answers)
             self._send(self._ahead.go_on())
             return False
         asked = self._with_pages(self._chosen())

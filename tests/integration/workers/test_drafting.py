@@ -358,6 +358,12 @@ def test_a_draft_with_nothing_to_do_proposes_ahead_of_the_likeliest_verdicts(fol
             outgoing.put(asking(sequences, told))
             answered(False, wrong)
             answered(True, right, wrong)
+        # What is not known is said beside what goes on.
+        stranger = PlayedSequence(9, [1, 2])
+        right.commit(*oracle.proposal(right, 4))
+        outgoing.put(asking([right, stranger], told | {9: 2}))
+        assert list(next(messages).unknown_ids) == [9]
+        answered(True, right)
         outgoing.put(None)
         assert not [*messages]
         wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)
