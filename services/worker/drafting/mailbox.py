@@ -49,10 +49,10 @@ class RemoteSequence:
         return self.answered and self.most > 0
 
     def ask(self, digest: int, most: int) -> None:
-        """What was proposed ahead is there at once."""
+        """What was proposed ahead is there at once, and the draft goes on behind it."""
         self.asked, self.most = digest, most
         self.tokens = self.guess[:most] if digest == self.guessed else ()
-        self.answered = bool(self.tokens)
+        self.answered = self.going_on = bool(self.tokens)
         self.met = self.met or self.answered
         self.guessed, self.guess = None, ()
 
