@@ -46,7 +46,8 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def ranks_of(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
     ranks = psutil.Process(worker.pid).children()
-    assert ["--rank" in rank.cmdline() for rank in ranks] == [True, True]
+    # A process that has just begun shows no command for a moment.
+    asyncio.run(until(lambda: ["--rank" in rank.cmdline() for rank in ranks] == [True, True]))
     return ranks
 
 

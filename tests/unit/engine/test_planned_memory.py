@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.cuda.setup import GpuPasses
+from engine.kv.groups import lanes_of, page_groups
 from engine.kv.pages import PagePool
 from engine.models.loaded_model import LoadedModel
 from engine.models.memory_plan import (
@@ -61,11 +62,15 @@ SHAPES: dict[str, tuple[str, int, int, int, int, int, int, int, int, bool]] = {
     "Qwen2.5-7B": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, False),
     "Qwen2.5-14B": ("qwen2", 152064, 5120, 13824, 48, 40, 8, 128, 32768, False),
 }
+# Of the layers of some, half see a window of positions only.
+WINDOWED = "Qwen2.5-7B with windows"
+SHAPES[WINDOWED] = SHAPES["Qwen2.5-7B"]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}
 # With GiB of a GPU and bits of the weights.
 CASES = [
     *(("Qwen3-0.6B", 16, 16), ("Qwen3-1.7B", 16, 8), ("Qwen3-4B", 16, 4), ("Qwen3-8B", 24, 16), ("Qwen3-14B", 24, 4)),
     *(("Qwen3-32B", 141, 16), ("Llama-3.2-1B", 16, 16), ("Llama-3.2-3B", 24, 8), ("Llama-3.1-8B", 80, 16)),
-    *(("Qwen2.5-1.5B", 16, 4), ("Qwen2.5-7B", 48, 16), ("Qwen2.5-14B", 48, 8)),
+    *(("Qwen2.5-1.5B", 16, 4), ("Qwen2.5-7B", 48, 16), ("Qwen2.5-14B", 48, 8), (WINDOWED, 48, 16)),
 ]
 
 
@@ -116,6 +121,7 @@ def meta_model(name: str) -> PreTrainedModel:
         max_position_embeddings=positions,
         tie_word_embeddings=tied,
         dtype="bfloat16",
+        **(WINDOWS if name == WINDOWED else {}),
     )
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
@@ -181,7 +187,10 @@ def test_what_is_planned_is_what_is_allocated(name: str, gib: int, bits: int, tm
         gpu = GpuPasses("", lambda page: attention.TritonBackend(*heads, page, META), capture, products.TritonLinear)
         loaded = LoadedModel(model, Vocabulary(b"", config.vocab_size), None, gpu)
         loaded.replace_layers(PAGE)
-        pool = PagePool(kv_bytes // (planned.kv_bytes_per_token * PAGE), PAGE)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        groups = page_groups([None if kind == "full_attention" else config.sliding_window for kind in kinds])
+        page_bytes = planned.kv_bytes_per_token * PAGE * lanes_of(groups, len(kinds)) // len(kinds)
+        pool = PagePool(kv_bytes // page_bytes, PAGE, groups)
         runner = loaded.runner(pool, None, (1, MAX_LOGITS_ROWS, tokens))
         with living.more(passes):
             warm_up(tokens, runner, pool)
