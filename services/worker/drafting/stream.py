@@ -116,10 +116,11 @@ class DraftStream:
             with self._mailbox.lock:
                 if self._closed.is_set():
                     return
+                # First, so that whoever sees no stream sees that it was lost.
+                before, self._reason = self._reason, reason
                 self._mailbox.close()
-            if reason != self._reason:
+            if reason != before:
                 logger.warning("the draft worker at %s does not propose: %s", self._grant.address, reason)
-            self._reason = reason
             self._closed.wait(self._pause)
             self._pause = min(2 * self._pause, self._options.longest_backoff)
 
