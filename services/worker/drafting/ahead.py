@@ -2,7 +2,7 @@
 
 Where a draft has nothing else to do, it goes on behind each proposal as if that would be accepted whole, and the token
 that it would choose next were the target's own. If the verdict says so, the next proposal has been at the target before
-it (as in SSD, arXiv 2603.03251, and SwiftSpec, arXiv 2506.11309); if not, nothing but the draft's idle time is lost.
+it (as in SSD, arXiv 2603.03251); if not, nothing but the draft's idle time is lost.
 """
 
 from __future__ import annotations

@@ -192,14 +192,16 @@ class Batcher:
                 )
                 stream.sequences[sequence_id] = one
             known = stream.sequences.get(sequence_id)
-            if known is not None and known.asked < self._number:
+            if known is None:
+                self._answers[stream].unknown_ids.append(sequence_id)
+                continue
+            if known.asked < self._number:
                 known.asked_before, known.asked = known.asked, self._number
-            if known is not None and self._ahead.met(known, stream, verdict):
+            if self._ahead.met(known, stream, verdict):
                 known.served = self._number
                 continue
-            if known is not None:
-                self._ahead.stop(known)
-            if known is None or not _follow(known, verdict):
+            self._ahead.stop(known)
+            if not _follow(known, verdict):
                 self._forget(stream, sequence_id)
                 self._answers[stream].unknown_ids.append(sequence_id)
             elif not self._may_propose(known, verdict):
