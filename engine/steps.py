@@ -17,6 +17,10 @@ Computing = Callable[[], None]
 threads find the interpreter free."""
 
 
+Interrupted = Callable[[], bool]
+"""Asked between the passes of proposals, by whoever can do with what they have by then: whether they are to end."""
+
+
 def no_callback() -> None:
     """A `Computing` for callers that need not know when the long calls begin."""
 
@@ -49,7 +53,7 @@ class VerifyRow:
 
 @dataclass(slots=True)
 class ProposeRow:
-    """Feed `tokens`, then propose `draft_length` tokens (0 only feeds).
+    """Feed `tokens`, then propose `draft_length` tokens (0 only feeds), and tell the `alternatives`.
 
     `places` and `grammar_state` are those of the sequence in steps before; prompt lookup keeps the places up with
     `history`, and the state follows it by itself.
@@ -63,6 +67,7 @@ class ProposeRow:
     sampling: SamplingParameters
     places: TokenPlaces = field(default_factory=TokenPlaces)
     grammar_state: GrammarState = field(default_factory=GrammarState)
+    alternatives: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +76,8 @@ class RowOutcome:
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
-    table covers all of it but its last token.
+    table covers all of it but its last token. `alternatives`, where they were asked for, are what the draft would
+    choose in the place of each token if there were no such token, and negative where there is nothing else.
     """
 
     tokens: list[int]
@@ -81,6 +87,7 @@ class RowOutcome:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
     out_of_pages: bool = False
+    alternatives: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/draft.proto\x12\x08spool.v1\x1a\x13protos/worker.proto\"\xec\x01\n\x0c\x44raftRequest\x12\'\n\x07opening\x18\x01 \x01(\x0b\x32\x16.spool.v1.DraftOpening\x12*\n\tsequences\x18\x03 \x03(\x0b\x32\x17.spool.v1.DraftSequence\x12\x12\n\nclosed_ids\x18\x04 \x03(\x04\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07lengths\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x08 \x03(\r\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rdraft_lengths\x18\n \x03(\rJ\x04\x08\x02\x10\x03\"M\n\x0c\x44raftOpening\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x05grant\x18\x02 \x01(\x0b\x32\x14.spool.v1.DraftGrant\"V\n\rDraftSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x30\n\nparameters\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\"\xa2\x01\n\tProposals\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bunknown_ids\x18\x06 \x03(\x04\x12\x13\n\x0brefused_ids\x18\x07 \x03(\x04\x12\r\n\x05\x61head\x18\x08 \x01(\x08\x12\x0f\n\x07goes_on\x18\t \x01(\x08J\x04\x08\x01\x10\x02\x32\x45\n\x07\x44rafter\x12:\n\x07Propose\x12\x16.spool.v1.DraftRequest\x1a\x13.spool.v1.Proposals(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/draft.proto\x12\x08spool.v1\x1a\x13protos/worker.proto\"\x82\x02\n\x0c\x44raftRequest\x12\'\n\x07opening\x18\x01 \x01(\x0b\x32\x16.spool.v1.DraftOpening\x12*\n\tsequences\x18\x03 \x03(\x0b\x32\x17.spool.v1.DraftSequence\x12\x12\n\nclosed_ids\x18\x04 \x03(\x04\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07lengths\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x08 \x03(\r\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rdraft_lengths\x18\n \x03(\r\x12\x14\n\x0cstep_seconds\x18\x0b \x01(\x02J\x04\x08\x02\x10\x03\"M\n\x0c\x44raftOpening\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12#\n\x05grant\x18\x02 \x01(\x0b\x32\x14.spool.v1.DraftGrant\"V\n\rDraftSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x30\n\nparameters\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\"\xa2\x01\n\tProposals\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bunknown_ids\x18\x06 \x03(\x04\x12\x13\n\x0brefused_ids\x18\x07 \x03(\x04\x12\r\n\x05\x61head\x18\x08 \x01(\x08\x12\x0f\n\x07goes_on\x18\t \x01(\x08J\x04\x08\x01\x10\x02\x32\x45\n\x07\x44rafter\x12:\n\x07Propose\x12\x16.spool.v1.DraftRequest\x1a\x13.spool.v1.Proposals(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.draft_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=54
-  _globals['_DRAFTREQUEST']._serialized_end=290
-  _globals['_DRAFTOPENING']._serialized_start=292
-  _globals['_DRAFTOPENING']._serialized_end=369
-  _globals['_DRAFTSEQUENCE']._serialized_start=371
-  _globals['_DRAFTSEQUENCE']._serialized_end=457
-  _globals['_PROPOSALS']._serialized_start=460
-  _globals['_PROPOSALS']._serialized_end=622
-  _globals['_DRAFTER']._serialized_start=624
-  _globals['_DRAFTER']._serialized_end=693
+  _globals['_DRAFTREQUEST']._serialized_end=312
+  _globals['_DRAFTOPENING']._serialized_start=314
+  _globals['_DRAFTOPENING']._serialized_end=391
+  _globals['_DRAFTSEQUENCE']._serialized_start=393
+  _globals['_DRAFTSEQUENCE']._serialized_end=479
+  _globals['_PROPOSALS']._serialized_start=482
+  _globals['_PROPOSALS']._serialized_end=644
+  _globals['_DRAFTER']._serialized_start=646
+  _globals['_DRAFTER']._serialized_end=715
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("opening", "sequences", "closed_ids", "sequence_ids", "lengths", "digests", "counts", "tokens", "draft_lengths")
+    __slots__ = ("opening", "sequences", "closed_ids", "sequence_ids", "lengths", "digests", "counts", "tokens", "draft_lengths", "step_seconds")
     OPENING_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CLOSED_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class DraftRequest(_message.Message):
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     opening: DraftOpening
     sequences: _containers.RepeatedCompositeFieldContainer[DraftSequence]
     closed_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -27,7 +28,8 @@ class DraftRequest(_message.Message):
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     draft_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, opening: _Optional[_Union[DraftOpening, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[DraftSequence, _Mapping]]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    step_seconds: float
+    def __init__(self, opening: _Optional[_Union[DraftOpening, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[DraftSequence, _Mapping]]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftOpening(_message.Message):
     __slots__ = ("protocol_version", "grant")

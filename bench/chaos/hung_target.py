@@ -1,5 +1,6 @@
 """Lets one of three targets hang, in its step and then as a whole process (SIGSTOP), and measures the speed of the
-sequences on the others: the tokens a second of those, and their share of what they were before.
+others: the tokens a second that they compute, and those of the sequences that were with them before; and the shares of
+what these were. Sequences of a target that is lost take turns with theirs, where batches have no room for all at once.
 
     python -m bench.record hung_target -- python -m bench.chaos.hung_target
 
@@ -17,8 +18,10 @@ import signal
 import sys
 import time
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import chain
 from typing import Any
 
 from bench.control_plane.scheduler import running
@@ -31,8 +34,7 @@ from services.launch.launcher import WorkerLaunch
 from services.scheduler_client.remote_stream import RemoteStream
 
 _TARGETS, _DRAFTS = 3, 2
-_STREAMS_EACH, _BATCH = 4, 8
-"""Where a target is lost, its sequences have room in the batches of the others."""
+_BATCH = 8
 _PACE = Pace(target_step=0.025, target_row=0.0001, draft_pass=0.005)
 _SHARE = 0.9
 _PROMPT = (7,) * 32
@@ -41,38 +43,48 @@ _WARM_UP_SECONDS, _RECOVERY_SECONDS = 3.0, 3.0
 
 @dataclass
 class Reader:
-    """What a stream got: the time of each delivery, its tokens, and the target that computed the last one."""
+    """What a stream got: the time of each delivery, and its tokens, of which each is the target that computed it."""
 
     times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    target: int = -1
+    tokens: list[Sequence[int]] = field(default_factory=list)
 
     async def read(self, stream: RemoteStream) -> None:
         async for emission in stream:
             if emission.tokens:
                 self.times.append(time.monotonic())
-                self.tokens.append(len(emission.tokens))
-                self.target = emission.tokens[-1]
+                self.tokens.append(emission.tokens)
 
-    def between(self, begin: float, end: float) -> int:
-        counts = [0, *accumulate(self.tokens)]
-        return counts[bisect_left(self.times, end)] - counts[bisect_left(self.times, begin)]
+    @property
+    def target(self) -> int:
+        """Who computed the last one; -1: there is none."""
+        return self.tokens[-1][-1] if self.tokens else -1
+
+    def between(self, begin: float, end: float) -> Counter[int]:
+        """Tokens by target."""
+        return Counter(chain(*self.tokens[bisect_left(self.times, begin) : bisect_left(self.times, end)]))
 
 
 def launches(agreement: float) -> list[WorkerLaunch]:
-    common = {"pace": asdict(_PACE), "agreement": agreement, "batch": _BATCH, "inside": False}
+    common = {
+        "pace": asdict(_PACE),
+        "agreement": agreement,
+        "second": 0.5,
+        "batch": _BATCH,
+        "inside": False,
+        "ahead": False,
+    }
     module = "bench.chaos.hanging_worker"
     targets = [WorkerLaunch(Role.TARGET, {**common, "number": n}, module=module) for n in range(_TARGETS)]
     return [*targets, *(WorkerLaunch(Role.DRAFT, common, module=module) for _ in range(_DRAFTS))]
 
 
-async def measure(policy: str, agreement: float, seconds: float) -> list[dict[str, Any]]:
+async def measure(policy: str, agreement: float, seconds: float, streams: int) -> list[dict[str, Any]]:
     config = SchedulerConfig(batch_size=_BATCH, max_running=_BATCH, policy=Policy(policy), draft_length=4)
     async with running(config, launches(agreement)) as (client, _, launcher):
         request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
-        streams = await asyncio.gather(*(client.submit(request) for _ in range(_TARGETS * _STREAMS_EACH)))
-        readers = [Reader() for _ in streams]
-        tasks = [asyncio.create_task(one.read(stream)) for one, stream in zip(readers, streams, strict=True)]
+        submitted = await asyncio.gather(*(client.submit(request) for _ in range(_TARGETS * streams)))
+        readers = [Reader() for _ in submitted]
+        tasks = [asyncio.create_task(one.read(stream)) for one, stream in zip(readers, submitted, strict=True)]
         await asyncio.sleep(_WARM_UP_SECONDS)
         found = []
         for kind, (hang, go_on) in {
@@ -100,17 +112,18 @@ async def _hang(
     await asyncio.sleep(seconds)
     end = time.monotonic()
     os.kill(process_id, signals[1])
-    before, during = (
-        [sum(one.between(start, start + end - begin) for one in others[number]) for number in others]
-        for start in (2 * begin - end, begin)
-    )
+    spans = (2 * begin - end, begin), (begin, end)
+    by_targets = [[sum(one.between(*span)[number] for one in readers) for number in others] for span in spans]
+    by_sequences = [sum(one.between(*span).total() for one in chain(*others.values())) for span in spans]
+    before, during = map(sum, by_targets)
     return {
         "sequences_on_others": [len(found) for found in others.values()],
         "sequences_that_moved": sum(one.target != 0 for one in readers) - sum(map(len, others.values())),
-        "tokens_per_second_before": sum(before) / (end - begin),
-        "tokens_per_second": sum(during) / (end - begin),
-        "share": sum(during) / sum(before),
-        "shares_of_targets": [after / earlier for earlier, after in zip(before, during, strict=True)],
+        "tokens_per_second_before": before / (end - begin),
+        "tokens_per_second": during / (end - begin),
+        "share": during / before,
+        "shares_of_targets": [after / earlier for earlier, after in zip(*by_targets, strict=True)],
+        "share_of_their_sequences": by_sequences[1] / by_sequences[0],
     }
 
 
@@ -119,9 +132,14 @@ def main() -> int:
     parser.add_argument("--policy", nargs="+", default=[policy.value for policy in Policy])
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
     parser.add_argument("--seconds", type=float, default=6.0, help="before a fault, and of it")
+    parser.add_argument("--streams", type=int, default=4, help=f"of each target; batches have room for {_BATCH}")
     asked = parser.parse_args()
-    rows = [row for policy in asked.policy for row in asyncio.run(measure(policy, asked.agreement, asked.seconds))]
-    print(json.dumps({"pace": asdict(_PACE), "agreement": asked.agreement, "rows": rows}))
+    rows = [
+        row
+        for policy in asked.policy
+        for row in asyncio.run(measure(policy, asked.agreement, asked.seconds, asked.streams))
+    ]
+    print(json.dumps({"pace": asdict(_PACE), "agreement": asked.agreement, "streams": asked.streams, "rows": rows}))
     return 0 if all(row["share"] >= _SHARE for row in rows) else 1
 
 

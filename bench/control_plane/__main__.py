@@ -72,14 +72,14 @@ def load_of(batch: int, drafting: str, agreement: float) -> Load:
     )
 
 
-def launches_of(load: Load, pace: Pace, drafting: str) -> list[WorkerLaunch]:
-    settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
+def launches_of(load: Load, pace: Pace, drafting: str, second: float) -> list[WorkerLaunch]:
+    settings = {"pace": asdict(pace), "agreement": load.acceptance, "second": second, "batch": load.batch_size}
     settings |= {"inside": drafting == TARGETS, "ahead": drafting == AHEAD}
     roles = [Role.TARGET, *([Role.DRAFT] if drafting in (WORKERS, AHEAD) else [])]
     return [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
 
 
-async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple[float, Any, Any, float]:
+async def served(load: Load, pace: Pace, drafting: str, second: float, seconds: float) -> tuple[float, Any, Any, float]:
     """Tokens a second, the figures of the scheduler's process before and after, and the seconds between."""
     counts = [0] * load.batch_size
 
@@ -87,7 +87,7 @@ async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple
         async for emission in stream:
             counts[index] += len(emission.tokens)
 
-    async with running(load.config(), launches_of(load, pace, drafting)) as (client, scheduler, _):
+    async with running(load.config(), launches_of(load, pace, drafting, second)) as (client, scheduler, _):
         request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
         streams = await asyncio.gather(*(client.submit(request) for _ in counts))
         readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
@@ -104,10 +104,12 @@ async def served(load: Load, pace: Pace, drafting: str, seconds: float) -> tuple
     return (more - tokens) / (ended - began), before, after, ended - began
 
 
-def compare(load: Load, pace: Pace, seconds: float, drafting: str) -> Figures:
+def compare(load: Load, pace: Pace, asked: argparse.Namespace, drafting: str) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
-    rate, (_, cpu_before), (of_a_round, cpu_after), elapsed = asyncio.run(served(load, pace, drafting, seconds))
+    rate, (_, cpu_before), (of_a_round, cpu_after), elapsed = asyncio.run(
+        served(load, pace, drafting, asked.second, asked.seconds)
+    )
     return Figures(
         batch=load.batch_size,
         drafting=drafting,
@@ -125,7 +127,7 @@ def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any
     found: dict[str, list[Figures]] = {place: [] for place in PLACES}
     for _ in range(_TURNS):
         for place in PLACES:
-            found[place].append(compare(load_of(batch, place, asked.agreement), pace, asked.seconds, place))
+            found[place].append(compare(load_of(batch, place, asked.agreement), pace, asked, place))
     rates = {place: median(one.tokens_per_second for one in figures) for place, figures in found.items()}
     rows = [
         asdict(replace(found[place][-1], tokens_per_second=rate, share=rate / found[place][-1].ideal))
@@ -146,14 +148,16 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
     parser.add_argument("--drafting", choices=(*PLACES, "all"), default=NOWHERE, help="where the draft runs (nowhere)")
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
+    parser.add_argument("--second", type=float, default=0.5, help="chance that what is rejected is its second choice")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, after as long a warm-up")
     asked, pace = parser.parse_args(), Pace()
     if asked.drafting == "all":
         rows = [in_turns(batch, asked, pace) for batch in asked.batch]
     else:
         loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
-        rows = [asdict(compare(load, pace, asked.seconds, asked.drafting)) for load in loads]
+        rows = [asdict(compare(load, pace, asked, asked.drafting)) for load in loads]
     common = {"processor": describe_machine()["processor"], "pace": asdict(pace), "agreement": asked.agreement}
+    common |= {"second": asked.second}
     print(json.dumps(common | {"rows": rows}))
     return 0
 

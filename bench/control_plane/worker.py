@@ -13,7 +13,16 @@ from engine.drafting.inside_target import InsideDrafting
 from engine.drafting.model_drafting import ModelDrafting
 from engine.drafting.proposer import Proposers
 from engine.kv.pages import PagePool
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from engine.steps import (
+    Computing,
+    EngineTimings,
+    Interrupted,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    VerifyRow,
+    no_callback,
+)
 from scheduler.messages import Role
 from services.worker.drafting.remote import RemoteProposer
 from services.worker.executor import StepExecutor
@@ -30,20 +39,21 @@ from services.worker.process import (
 MAX_LENGTH = 16384
 _PAGE_SIZE = 16
 _PAGES = 1 << 18
-_TOKEN, _OTHER = 7, 8
+_TOKEN, _SECOND, _OTHER = 7, 8, 9
 # Sleeping ends late by about so much; the rest is waited for actively.
 _OVERSLEPT_SECONDS = 0.0002
 
 
 class PacedEngine:
-    """The draft always chooses the same token. Each is the target's own with the chance `agreement`, given those before
-    it."""
+    """The draft always chooses the same token, and the same in its place. Each is the target's own with the chance
+    `agreement`, given those before it; if not, what is in its place is with the chance `second`."""
 
     device_lost = False
 
-    def __init__(self, pace: Pace, agreement: float, batch: int, own_draft_id: str = "") -> None:
+    def __init__(self, pace: Pace, agreement: float, second: float, batch: int, own_draft_id: str = "") -> None:
         self._pace = pace
         self._agreement = agreement
+        self._second = second
         self._random = Random()  # one seed would give all turns the same luck
         self.pool = PagePool(_PAGES, _PAGE_SIZE)
         self.description = EngineDescription(
@@ -76,19 +86,36 @@ class PacedTarget(PacedEngine):
         self.pool.append(row.table, len(row.tokens) + accepted)
         if not row.sample:
             return RowOutcome([])
-        same = accepted == len(row.draft_tokens) and self._random.random() < self._agreement
-        return RowOutcome([*[_TOKEN] * accepted, _TOKEN if same else _OTHER], accepted)
+        if accepted == len(row.draft_tokens) and self._random.random() < self._agreement:
+            own = _TOKEN
+        else:
+            own = _SECOND if self._random.random() < self._second else _OTHER
+        return RowOutcome([*[_TOKEN] * accepted, own], accepted)
 
 
 class PacedDraft(PacedEngine):
-    def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
-        began = time.perf_counter()
+    def step(
+        self,
+        rows: Sequence[ProposeRow],
+        computing: Computing = no_callback,
+        interrupted: Interrupted | None = None,
+    ) -> StepOutcome:
+        began = end = time.perf_counter()
         computing()
-        seconds = self._pace.seconds(Role.DRAFT, ((len(row.tokens), row.draft_length) for row in rows))
+        done = 0
+        for seconds in self._pace.passes(Role.DRAFT, [(len(row.tokens), row.draft_length) for row in rows]):
+            end += seconds
+            if interrupted is not None:
+                time.sleep(max(0.0, end - time.perf_counter()))  # what is slept too long is not by the next pass
+            done += 1
+            if interrupted is not None and interrupted():
+                break
+        _wait_until(end)
+        outcomes = []
         for row in rows:
-            self.pool.append(row.table, len(row.tokens) + max(0, row.draft_length - 1))
-        _wait_until(began + seconds)
-        outcomes = [RowOutcome([_TOKEN] * row.draft_length) for row in rows]
+            proposed = min(row.draft_length, done)
+            self.pool.append(row.table, len(row.tokens) + max(0, proposed - 1))
+            outcomes.append(RowOutcome([_TOKEN] * proposed, alternatives=[_SECOND] * proposed))
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
 
 
@@ -105,7 +132,7 @@ def load(
 ) -> Serve:
     """A target drafts by itself with `inside`; otherwise a draft worker may serve it."""
     settings = arguments.settings
-    given = Pace(**settings["pace"]), settings["agreement"], settings["batch"]
+    given = Pace(**settings["pace"]), settings["agreement"], settings["second"], settings["batch"]
     if arguments.role is Role.DRAFT:
         return serving_draft(PacedDraft(*given), prefix_cache=False, ahead=settings["ahead"])
     if settings["inside"]:

@@ -33,7 +33,7 @@ class DraftKv:
     def meet(self, history: Sequence[int], sampled: Sequence[int]) -> int:
         """Takes in the sequence's tokens: the target's history, and what it has sampled behind it, the last of which is
         not in its history yet. Gives how many of `fed` they begin with."""
-        known, fed, before = self.known, self.fed, self.agreed
+        known, fed, before = self.known, self.fed, min(self.agreed, len(history))
         same, end = before, min(len(known), len(history))
         while same < end and known[same] == history[same]:
             same += 1
@@ -57,18 +57,25 @@ class DraftKv:
             self.fed += self.known[kept : self.table.length]
         return self.known[self.table.length :]
 
-    def end(self, pool: PagePool, tokens: Sequence[int], prefixes: PrefixCache | None) -> None:
-        """The table has KV of `tokens` as well. Lets others find the pages that known ones fill.
+    def end(self, pool: PagePool, tokens: Sequence[int], prefixes: PrefixCache | None, settled: int) -> None:
+        """The table has KV of `tokens` as well. Lets others find the pages that known ones fill. No verdict takes back
+        the first `settled` tokens.
 
         Raises RuntimeError where the table says otherwise.
         """
         self.fed += tokens
         if len(self.fed) != self.table.length:
             raise RuntimeError(f"the draft left KV for {self.table.length} positions, must be {len(self.fed)}")
-        committed = min(len(self.fed), len(self.known))
         if prefixes is not None:
-            prefixes.register(self.table, self.keys, self.fed, committed)
-        pool.trim(self.table, committed)
+            prefixes.register(self.table, self.keys, self.fed, min(len(self.fed), len(self.known)))
+        pool.trim(self.table, min(len(self.fed), settled))
+
+    def fork(self, pool: PagePool, length: int) -> DraftKv:
+        """That of another way on behind the first `length` tokens, of which all but the last ones have KV already: on
+        the pages that they fill."""
+        table = pool.fork(self.table, min(length, self.table.length))
+        fed = self.fed[: table.length]
+        return DraftKv(self.keys[: table.length // pool.page_size + 1], [*fed], len(fed), fed, table, pool=pool)
 
     def truncate(self, length: int) -> None:
         """The target's history changes from `length` on."""

@@ -19,9 +19,9 @@ from engine.sampling.context import SamplingContext
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import sample_tokens
+from engine.sampling.sampler import choose_alternatives, choose_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
+from engine.steps import Computing, EngineTimings, Interrupted, ProposeRow, RowOutcome, StepOutcome, no_callback
 
 
 class DraftEngine:
@@ -61,9 +61,14 @@ class DraftEngine:
     def device_lost(self) -> bool:
         return self._runner.device_lost
 
-    def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
-        """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
-        each.
+    def step(
+        self,
+        rows: Sequence[ProposeRow],
+        computing: Computing = no_callback,
+        interrupted: Interrupted | None = None,
+    ) -> StepOutcome:
+        """One step: a pass over the missing tokens, then one for each further token proposed, unless `interrupted`;
+        `computing` is called for each.
 
         A row without pages for its missing tokens fails alone; one that runs out while proposing proposes less.
         """
@@ -73,10 +78,12 @@ class DraftEngine:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
             feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
             if self._chained is not None and all(self._is_plain(rows[index]) for index in drafting):
-                self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing)
+                self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing, interrupted)
                 drafting = []
             while drafting:
                 at_end = self._pass(rows, drafting, feed, outcomes, timings, computing)
+                if interrupted is not None and interrupted():
+                    break
                 drafting = [i for i in drafting if i not in at_end and self._goes_on(rows[i], outcomes[i])]
                 feed = {index: outcomes[index].tokens[-1:] for index in drafting}
             for row, outcome, start in zip(rows, outcomes, starts, strict=True):
@@ -88,6 +95,7 @@ class DraftEngine:
         """What the row feeds in the first pass: its missing tokens and what is proposed without the model's choice, but
         for the last token of a whole proposal."""
         outcome.tokens = self._known_proposal(row)
+        outcome.alternatives = [-1] * len(outcome.tokens)
         ahead = outcome.tokens[: row.draft_length - 1]
         if not ahead:
             return row.tokens
@@ -148,15 +156,18 @@ class DraftEngine:
             contexts = [SamplingContext.after(rows[index], outcomes[index].tokens) for index in sampling]
             if masking is not None:
                 self._constrain([rows[index] for index in sampling], logits, contexts, masking.result())
-            tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
-            for place, (index, token) in enumerate(zip(sampling, tokens, strict=True)):
-                if token is None and masking is not None and bool(torch.isneginf(logits[place]).all()):
+            chosen = choose_tokens(logits, contexts, self._token_ids, self._scan)
+            tokens, others = chosen.tolist(), [-1] * len(sampling)
+            if any(rows[index].alternatives for index in sampling):
+                others = choose_alternatives(logits, contexts, chosen, self._token_ids, self._scan).tolist()
+            for place, (index, token, other) in enumerate(zip(sampling, tokens, others, strict=True)):
+                if token < 0 and masking is not None and bool(torch.isneginf(logits[place]).all()):
                     at_end.add(index)
                     # The table ends before the proposal's last token, which was fed.
                     if outcomes[index].tokens:
                         self.pool.truncate(rows[index].table, rows[index].table.length - 1)
                 else:
-                    _record(outcomes[index], token)
+                    _record(outcomes[index], token, other)
             timings.add_pass(*result.clock.seconds())
         return at_end
 
@@ -210,6 +221,7 @@ class DraftEngine:
         outcomes: Sequence[RowOutcome],
         timings: EngineTimings,
         computing: Computing,
+        interrupted: Interrupted | None,
     ) -> None:
         """All passes of the rows. One whose logits are not finite takes room up to its end, as others do."""
         missing = [rows[index].draft_length - len(outcomes[index].tokens) for index in indices]
@@ -226,15 +238,17 @@ class DraftEngine:
             BatchedSequence(rows[index].table, feed[index], 1 if count > 0 else 0)
             for index, count in zip(indices, missing, strict=True)
         ]
-        proposals = chained.run(sequences, context_after, goes_on, timings, computing)
+        alternatives = any(rows[index].alternatives for index in indices)
+        proposals = chained.run(sequences, context_after, goes_on, timings, computing, alternatives, interrupted)
         for index, proposed in zip(indices, proposals, strict=True):
-            for token in proposed:
+            for token, other in proposed:
                 if outcomes[index].error is None:
-                    _record(outcomes[index], token)
+                    _record(outcomes[index], token, other)
 
 
-def _record(outcome: RowOutcome, token: int | None) -> None:
-    if token is None:
+def _record(outcome: RowOutcome, token: int, alternative: int) -> None:
+    if token < 0:
         outcome.error = "the draft's logits are not finite"
     else:
         outcome.tokens.append(token)
+        outcome.alternatives.append(alternative)

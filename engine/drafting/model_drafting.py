@@ -16,7 +16,7 @@ from engine.drafting.draft_kv import DraftKv
 from engine.errors import DeviceLostError, one_line
 from engine.kv.pages import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.steps import Computing, ProposeRow, StepOutcome, no_callback
+from engine.steps import Computing, Interrupted, ProposeRow, StepOutcome, no_callback
 from scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,15 @@ class Draft(Protocol):
     @property
     def device_lost(self) -> bool: ...
 
-    def step(self, rows: Sequence[ProposeRow], computing: Computing) -> StepOutcome: ...
+    def step(
+        self, rows: Sequence[ProposeRow], computing: Computing, interrupted: Interrupted | None
+    ) -> StepOutcome: ...
 
 
 @dataclass(slots=True)
 class DraftAsk:
-    """Propose up to `draft_length` tokens (0: only compute KV) after `history` and the tokens `sampled` behind it, of
-    which the last was not fed to the target."""
+    """Propose up to `draft_length` tokens (0: only compute KV) after `history`, which no verdict takes back, and the
+    tokens `sampled` behind it. With their `alternatives` (`RowOutcome`)."""
 
     kv: DraftKv
     history: Sequence[int]
@@ -48,6 +50,7 @@ class DraftAsk:
     prompt_length: int
     sampling: SamplingParameters
     draft_length: int
+    alternatives: bool = False
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class DraftAnswer:
     tokens: Sequence[int] = ()
     behind: int = 0
     refused: bool = False
+    alternatives: Sequence[int] = ()
 
 
 class ModelDrafting:
@@ -75,13 +79,18 @@ class ModelDrafting:
     def free_pages(self) -> int:
         return self._draft.pool.free_pages
 
-    def propose(self, asked: Sequence[DraftAsk], computing: Computing = no_callback) -> list[DraftAnswer]:
+    def propose(
+        self,
+        asked: Sequence[DraftAsk],
+        computing: Computing = no_callback,
+        interrupted: Interrupted | None = None,
+    ) -> list[DraftAnswer]:
         """An answer to each, from one step of the draft: those that lag least come first, and what has no room in the
-        step stays behind. Raises DeviceLostError, and nothing else."""
+        step stays behind; a step that is `interrupted` proposes less. Raises DeviceLostError, and nothing else."""
         answers = [DraftAnswer(refused=one.kv.given_up) for one in asked]
         going = [place for place, one in enumerate(asked) if not one.kv.given_up]
         try:
-            self._step(asked, going, answers, computing)
+            self._step(asked, going, answers, computing, interrupted)
         except Exception as error:
             if self._draft.device_lost:
                 raise DeviceLostError(f"the draft's device is lost: {one_line(error)}") from error
@@ -92,7 +101,12 @@ class ModelDrafting:
         return answers
 
     def _step(
-        self, asked: Sequence[DraftAsk], going: Sequence[int], answers: list[DraftAnswer], computing: Computing
+        self,
+        asked: Sequence[DraftAsk],
+        going: Sequence[int],
+        answers: list[DraftAnswer],
+        computing: Computing,
+        interrupted: Interrupted | None,
     ) -> None:
         longest, room = self.description.max_sequence_length, self.description.max_num_batched_tokens
         lagging: list[tuple[int, Sequence[int]]] = []
@@ -116,16 +130,16 @@ class ModelDrafting:
             if tokens:
                 fed.append(place)
                 row = ProposeRow(kv.table, tokens, length, kv.known, one.prompt_length, one.sampling)
-                row.places, row.grammar_state = kv.places, kv.grammar_state
+                row.places, row.grammar_state, row.alternatives = kv.places, kv.grammar_state, one.alternatives
                 rows.append(row)
-        results = self._draft.step(rows, computing).rows if rows else []
+        results = self._draft.step(rows, computing, interrupted).rows if rows else []
         for place, row, result in zip(fed, rows, results, strict=True):
-            kv = asked[place].kv
+            kv, settled = asked[place].kv, len(asked[place].history)
             if result.error is not None:
                 answers[place] = self._refuse(kv, distrusted=not result.out_of_pages)
                 continue
-            kv.end(self._draft.pool, [*row.tokens, *result.tokens[:-1]], self._prefixes)
-            answers[place].tokens = result.tokens
+            kv.end(self._draft.pool, [*row.tokens, *result.tokens[:-1]], self._prefixes, settled)
+            answers[place].tokens, answers[place].alternatives = result.tokens, result.alternatives
 
     def _refuse(self, kv: DraftKv, distrusted: bool = False) -> DraftAnswer:
         if distrusted and self._prefixes is not None:

@@ -138,7 +138,10 @@ class PagePool:
                 self.forget(run.pages[keep - 1])
             # The last pages are handed out first: the front of a prefix serves more sequences than its end.
             for page in reversed(run.pages[keep:]):
-                self._drop(page)
+                if self._references[page] > 1:
+                    self._references[page] -= 1
+                else:
+                    self._drop(page)
             del run.pages[keep:]
         table.length = length
         return length
@@ -156,6 +159,18 @@ class PagePool:
 
     def free(self, table: PageTable) -> None:
         self.truncate(table, 0)
+
+    def fork(self, table: PageTable, length: int) -> PageTable:
+        """Another table with the first `length` positions, or those up to the border before, on the same pages; an
+        empty one where windows have left what positions from there on see."""
+        length -= length % self.border
+        runs = [*zip(self.groups, self._spans, self._runs(table), strict=True)]
+        if any(run.freed * span > group.left_behind(length) for group, span, run in runs):
+            return PageTable()
+        shared = [PageRun(run.pages[: length // span - run.freed], run.freed) for _, span, run in runs]
+        for page in (page for run in shared for page in run.pages):
+            self._references[page] += 1
+        return PageTable(shared, length)
 
     # Pages by their keys.
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.passes.admission import split_by_rows
-from engine.passes.device import current, on_device
+from engine.passes.device import PassClock, current, on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.context import SamplingContext
 from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import choose_tokens
-from engine.steps import Computing, EngineTimings
+from engine.sampling.sampler import choose_alternatives, choose_tokens
+from engine.steps import Computing, EngineTimings, Interrupted
 
 GoesOn = Callable[[int, int], bool]
 """Of a sequence's place and the number of tokens chosen for it: whether it feeds the last one and wants another, for
@@ -52,18 +52,24 @@ class ChainedPasses:
         goes_on: GoesOn,
         timings: EngineTimings,
         computing: Computing,
-    ) -> list[list[int | None]]:
+        alternatives: bool = False,
+        interrupted: Interrupted | None = None,
+    ) -> list[list[tuple[int, int]]]:
         """Feeds the sequences, and then token by token those that want logits, as long as they go on. Gives the tokens
-        chosen for each, None from the first on whose logits are not finite.
+        chosen for each, negative from the first on whose logits are not finite, and beside each its alternative
+        (`RowOutcome`), or -1.
 
-        `computing` is called for each pass. The host waits once, at the end.
+        `computing` is called for each pass. The host waits once, at the end; where it may be `interrupted`, no more
+        than two passes are on their way.
         """
         device = self._runner.model.device
-        chosen: list[list[int | None]] = [[] for _ in sequences]
-        found: list[tuple[list[int], Tensor]] = []
+        chosen: list[list[tuple[int, int]]] = [[] for _ in sequences]
+        found: list[tuple[list[int], Tensor, Tensor]] = []
         places, feeding, fed, clock = list(range(len(sequences))), list(sequences), None, None
+        before: PassClock | None = None
         while feeding:
             parts: list[Tensor] = []
+            others: list[Tensor] = []
             sizes = [len(sequence.tokens) for sequence in feeding]
             wanted = [sequence.logits for sequence in feeding]
             limits = self._max_num_batched_tokens, self._runner.max_logits
@@ -81,11 +87,19 @@ class ChainedPasses:
                     logits = result.logits[:, : self._vocabulary_size]
                     contexts = [context_after(places[index], len(found)) for index in batch if feeding[index].logits]
                     parts.append(choose_tokens(logits, contexts, self._token_ids, self._scan))
+                    if alternatives:
+                        others.append(choose_alternatives(logits, contexts, parts[-1], self._token_ids, self._scan))
             places = [place for place, sequence in zip(places, feeding, strict=True) if sequence.logits]
             if not places:
                 break
             tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
-            found.append((places, tokens))
+            found.append((places, tokens, torch.cat(others) if others else torch.full_like(tokens, -1)))
+            if interrupted is not None:
+                if before is not None:
+                    before.wait()
+                before = result.clock
+                if interrupted():
+                    break
             going = [index for index, place in enumerate(places) if goes_on(place, len(found))]
             fed = tokens.clamp(min=0)
             if len(going) < len(places):
@@ -96,8 +110,9 @@ class ChainedPasses:
         with current(device):
             clock.computed()
         if found:
-            each_places, each_tokens = zip(*found, strict=True)
-            for place, token in zip(chain(*each_places), torch.cat(each_tokens).tolist(), strict=True):
-                chosen[place].append(None if token < 0 else token)
+            each_places, each_tokens, each_others = zip(*found, strict=True)
+            pairs = torch.stack((torch.cat(each_tokens), torch.cat(each_others)), 1).tolist()
+            for place, (token, other) in zip(chain(*each_places), pairs, strict=True):
+                chosen[place].append((token, other))
         timings.add_pass(*clock.seconds())
         return chosen

@@ -66,6 +66,11 @@ class PassClock:
         if self._events is not None:
             self._events[1].record()
 
+    def wait(self) -> None:
+        """Until the pass is computed."""
+        if self._events is not None:
+            self._events[1].synchronize()
+
     def seconds(self) -> tuple[float, float]:
         """Those of the pass, and those from its end until now. Waits for the end of the pass."""
         if self._events is None:

@@ -113,6 +113,20 @@ def choose_tokens(
     return torch.where(largest.isfinite(), sampled, -1)
 
 
+@torch.inference_mode()
+def choose_alternatives(
+    logits: Tensor,
+    rows: Sequence[SamplingContext],
+    chosen: Tensor,
+    token_ids: Tensor | None = None,
+    scan: LogitsScan = _BY_TORCH,
+) -> Tensor:
+    """What `choose_tokens` would give if there were no tokens `chosen`, which it has given. Overwrites their logits."""
+    columns = chosen if token_ids is None else torch.searchsorted(token_ids, chosen)
+    logits.scatter_(1, columns.clamp(0, logits.shape[1] - 1)[:, None], -torch.inf)
+    return choose_tokens(logits, rows, token_ids, scan)
+
+
 def takes_any_token(sampling: SamplingParameters) -> bool:
     """Whether no filter matters to the choice."""
     return sampling.greedy or not filters_tokens(sampling)

@@ -98,10 +98,10 @@ class Controller:
         figures = target.figures
         figures.rounds += 1
         model = figures.acceptance
+        if target.grant is not None:
+            asked = verified  # what a draft worker was late with says nothing of its model
         if not asked or model is None:
             return
-        if not verified and target.grant is not None:
-            return  # the draft worker was late, or reads the prompt: that says nothing of its model
         if not figures.length and sequence.sequence_id == figures.prober:
             if accepted and model.chances[0] < 0.5:
                 # Against expectation: worth other probes at once.

@@ -41,13 +41,19 @@ class DigestedTokens:
         del self.tokens[length:]
         del self.digests[length + 1 :]
 
+    def fork(self, length: int) -> DigestedTokens:
+        """The first `length` tokens, to go on otherwise."""
+        fork = DigestedTokens()
+        fork.tokens, fork.digests = self.tokens[:length], self.digests[: length + 1]
+        return fork
+
     def digest(self, length: int) -> int:
         """Digest of the first `length` tokens. Raises IndexError past the end."""
         return self.digests[length]
 
-    def digest_with(self, more: Iterable[int]) -> int:
-        """Digest of all tokens and these behind them."""
-        digest = self.digests[-1]
+    def digest_with(self, more: Iterable[int], length: int = -1) -> int:
+        """Digest of all tokens, or the first `length`, and these behind them."""
+        digest = self.digests[length]
         for token in more:
             digest = (digest ^ token) * _FACTOR & _MASK
         return digest

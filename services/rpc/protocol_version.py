@@ -6,7 +6,7 @@ Processes of different versions do not work together: each refuses the other wit
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """To be raised by one with every change of protos/ or of its meaning that the other side must know of.
 
 Releases without a version count as version 0.

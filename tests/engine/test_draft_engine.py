@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from engine.models.loading import draft_engine_of, load_draft_engine, load_targe
 from engine.sampling.context import SamplingContext
 from engine.sampling.sampler import sample_tokens
 from engine.settings import EngineSettings
-from engine.steps import ProposeRow
+from engine.steps import ProposeRow, RowOutcome
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
 from tests.support.command_line import CHARACTERS, save_tokenizer
@@ -293,6 +294,65 @@ def test_rounds_keep_the_models_kv_right(
             history += [*outcome.tokens[:accepted], rng.choice(history[:9])]
     assert looked_up > 4 or "lookup_match" not in changes
     assert drafted > 8
+    engine.pool.check_conservation(tables)
+
+
+ALTERNATIVES = {
+    "greedy": GREEDY,
+    "sampled": SamplingParameters(temperature=0.8, seed=3),
+    "filtered": SamplingParameters(temperature=1.2, top_k=9, seed=4),
+    "penalties": SamplingParameters(temperature=0.8, repetition_penalty=1.3, seed=6),
+}
+
+
+@chained_or_not
+@pytest.mark.parametrize("head", ["folder", "restricted"])
+def test_alternatives_are_what_would_be_chosen_without_the_tokens(
+    head: str, chained: bool, request: pytest.FixtureRequest
+) -> None:
+    """Rows propose the same whether they are asked for."""
+    path = request.getfixturevalue(head)
+    histories = [[1 + place, 2, 3] for place in range(len(ALTERNATIVES))]
+
+    def proposed(alternatives: bool) -> list[RowOutcome]:
+        rows = [
+            row(PageTable(), history, 4, sampling)
+            for history, sampling in zip(histories, ALTERNATIVES.values(), strict=True)
+        ]
+        for each in rows:
+            each.alternatives = alternatives
+        return load(path, chained).step(rows).rows
+
+    found, without = proposed(True), proposed(False)
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in without]
+    assert [outcome.alternatives for outcome in without] == [[-1] * 4] * len(without)
+    for history, sampling, outcome in zip(histories, ALTERNATIVES.values(), found, strict=True):
+        for place, (token, other) in enumerate(zip(outcome.tokens, outcome.alternatives, strict=True)):
+            if sampling.uses_history and chained and place:
+                continue  # penalties count no token of the proposal there
+            banned = replace(sampling, logit_bias={token: -100.0})
+            of_row = row(PageTable(), [*history, *outcome.tokens[:place]], 1, banned)
+            of_row.prompt_length = len(history)
+            assert load(path).step([of_row]).rows[0].tokens == [other]
+
+
+@chained_or_not
+def test_a_step_that_is_interrupted_proposes_less(chained: bool, folder: Path) -> None:
+    """And the next one goes on behind that."""
+    histories, lengths = [[1, 2, 3], [4, 5, 6, 7, 8], [9]], [5, 1, 4]
+    engine, tables = load(folder, chained), [PageTable() for _ in histories]
+    rows = [row(table, history, length) for table, history, length in zip(tables, histories, lengths, strict=True)]
+    whole = [outcome.tokens for outcome in load(folder).step([replace(one, table=PageTable()) for one in rows]).rows]
+    passes, waits = list[None](), iter([False, True])
+    first = engine.step(rows, lambda: passes.append(None), lambda: next(waits)).rows
+    assert [outcome.tokens for outcome in first] == [tokens[:2] for tokens in whole]
+    assert len(passes) <= 3
+    further = [
+        row(table, [*history, *outcome.tokens], length - len(outcome.tokens))
+        for table, history, length, outcome in zip(tables, histories, lengths, first, strict=True)
+    ]
+    others = engine.step(further, interrupted=lambda: False).rows
+    assert [[*one.tokens, *two.tokens] for one, two in zip(first, others, strict=True)] == whole
     engine.pool.check_conservation(tables)
 
 

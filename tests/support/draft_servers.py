@@ -32,6 +32,7 @@ class RunningDraft:
     draft: Draft
     address: str
     loop: asyncio.AbstractEventLoop
+    ahead: bool
 
     def grant(self, number: int = 1, target_id: str = "target-0", scheduler_epoch: int = 1) -> worker_pb2.DraftGrant:
         return worker_pb2.DraftGrant(
@@ -62,7 +63,7 @@ def running_draft(
         thread = step_thread()
         draft = await asyncio.wrap_future(thread.submit(load))
         server = DraftServer(draft, prefix_cache, port=port, thread=thread, security=security, ahead=ahead)
-        started.append(RunningDraft(server, draft, await server.start(), loop))
+        started.append(RunningDraft(server, draft, await server.start(), loop, ahead))
         ready.set()
         await end.wait()
         await server.stop(0)

@@ -13,15 +13,16 @@ from contextlib import suppress
 from functools import partial
 
 from engine.drafting.draft_kv import DraftKv
-from engine.drafting.model_drafting import DraftAnswer, DraftAsk, ModelDrafting
+from engine.drafting.model_drafting import DraftAnswer, ModelDrafting
 from engine.errors import DeviceLostError
 from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.ahead import MOST_SEQUENCES, Ahead
+from services.worker.drafting.ahead import MOST_SEQUENCES, Ahead, Found
+from services.worker.drafting.drafted_sequence import DraftedSequence, Path
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
-from services.worker.drafting.target_stream import DraftedSequence, TargetStream
+from services.worker.drafting.target_stream import TargetStream
 from services.worker.ending import end_process
 
 logger = logging.getLogger(__name__)
@@ -155,41 +156,43 @@ class Batcher:
                 self._refuse(stream, error)
         if not self._waiting and len(self._ahead):
             self._send(self._answers)
-            self._send(self._ahead.go_on())
+            self._send(self._ahead.go_on(lambda: bool(self._arrived)))
             return False
-        asked = self._with_pages(self._chosen())
-        answers = self._drafting.propose([_ask(one) for one in asked])
+        asked, found = self._with_pages(self._chosen()), Found(draft_pb2.Proposals)
+        answers = self._drafting.propose([one.ask(one.path, one.end, self._goes_ahead) for one in asked])
         for one, answer in zip(asked, answers, strict=True):
             one.served = self._number
+            one.path.grow(answer)
             if not answer.behind:
                 self._answer(one, answer)
         few = len(self._ahead) + sum(map(len, self._answered.values())) <= MOST_SEQUENCES
         for stream, answered in self._answered.items():
             proposals = self._answers[stream]
             proposals.sequence_ids.extend([one.sequence_id for one, _ in answered])
-            proposals.digests.extend([one.tokens.digest(one.committed) for one, _ in answered])
+            proposals.digests.extend([one.path.tokens.digest(one.committed) for one, _ in answered])
             proposals.counts.extend([len(tokens) for _, tokens in answered])
             proposals.tokens.extend([token for _, tokens in answered for token in tokens])
             if self._goes_ahead and few:
-                begun = [self._ahead.begin(one, stream, tokens) for one, tokens in answered]
+                begun = [self._ahead.begin(one, stream, found) for one, tokens in answered if tokens]
                 proposals.goes_on = any(begun)
         self._send(self._answers)
+        self._send(found)
         return True
 
     def _apply(self, stream: TargetStream, step: VerdictsOfStep) -> None:
         """Raises BadMessageError."""
+        stream.step.observe(step.seconds)
         for sequence_id in step.closed_ids:
             self._forget(stream, sequence_id)
         new = sum(one.sequence_id not in stream.sequences for one in step.verdicts if one.opened is not None)
         check_at_most("the number of sequences", len(stream.sequences) + new, MAX_SEQUENCES, "RESOURCE_EXHAUSTED")
+        hits, missed = 0, list[DraftedSequence]()
         for verdict in step.verdicts:
             sequence_id, opened = verdict.sequence_id, verdict.opened
             if opened is not None:
                 self._forget(stream, sequence_id)
-                kv, tokens = DraftKv([opened.cache_scope]), DigestedTokens(opened.tokens)
-                one = DraftedSequence(
-                    sequence_id, opened.prompt_length, opened.sampling, kv, tokens, committed=len(tokens)
-                )
+                path = Path(DraftKv([opened.cache_scope]), DigestedTokens(opened.tokens))
+                one = DraftedSequence(sequence_id, opened.prompt_length, opened.sampling, path, len(path))
                 stream.sequences[sequence_id] = one
             known = stream.sequences.get(sequence_id)
             if known is None:
@@ -197,11 +200,13 @@ class Batcher:
                 continue
             if known.asked < self._number:
                 known.asked_before, known.asked = known.asked, self._number
-            if self._ahead.met(known, stream, verdict):
+            guess = self._ahead.meet(known, stream, verdict)
+            if guess is not None:
                 known.served = self._number
-                continue
-            self._ahead.stop(known)
-            if not _follow(known, verdict):
+                hits += guess.sent
+                if not guess.sent:
+                    missed.append(known)
+            elif not _follow(known, verdict):
                 self._forget(stream, sequence_id)
                 self._answers[stream].unknown_ids.append(sequence_id)
             elif not self._may_propose(known, verdict):
@@ -209,7 +214,10 @@ class Batcher:
                 self._answers[stream].refused_ids.append(sequence_id)
             else:
                 known.draft_length = verdict.draft_length
-                self._waiting[known] = stream
+                missed.append(known)
+        for one in missed:
+            if not (hits and one.lag <= self._pool.page_size and self._ahead.go_with(one, stream)):
+                self._waiting[one] = stream
 
     def _may_propose(self, one: DraftedSequence, verdict: Verdict) -> bool:
         """Not for what is too long, nor for what continues a prompt that is not whole yet."""
@@ -232,14 +240,16 @@ class Batcher:
         fitting: list[DraftedSequence] = []
         reserved, idle = 0, None
         for one in chosen:
-            needed = self._pool.missing(one.kv.table, len(one.tokens) + max(one.draft_length - 1, 0))
+            needed = self._pool.missing(one.path.kv.table, max(one.end - 1, one.committed))
             while reserved + needed > self._pool.free_pages:
-                idle = self._idle() if idle is None else idle
+                if idle is None:
+                    self._stop_ahead()
+                    idle = self._idle()
+                    continue
                 if not idle or idle[0].served >= one.asked_before:
                     break
                 dropped = idle.popleft()
-                self._ahead.stop(dropped)
-                dropped.kv.drop()
+                dropped.path.kv.drop()
                 dropped.asked = dropped.asked_before = 0
             if reserved + needed <= self._pool.free_pages:
                 reserved += needed
@@ -251,22 +261,27 @@ class Batcher:
     def _idle(self) -> deque[DraftedSequence]:
         """Sequences with pages for which nothing is to be computed, the one computed for least lately first."""
         known = (one for stream in self._streams for one in stream.sequences.values())
-        idle = [one for one in known if one.kv.table.length and one not in self._waiting]
+        idle = [one for one in known if one.path.kv.table.length and one not in self._waiting]
         return deque(sorted(idle, key=lambda one: one.served))
 
+    def _stop_ahead(self) -> None:
+        for stream in self._streams:
+            for one in stream.sequences.values():
+                self._ahead.stop(one)
+
     def _answer(self, one: DraftedSequence, answer: DraftAnswer) -> None:
-        stream = self._waiting.pop(one)
+        stream, proposal = self._waiting.pop(one), one.path.tokens.tokens[one.committed : one.end]
         if answer.refused:
             self._forget(stream, one.sequence_id)
             self._answers[stream].refused_ids.append(one.sequence_id)
-        self._answered[stream].append((one, answer.tokens))
+        self._answered[stream].append((one, () if answer.refused else proposal))
 
     def _forget(self, stream: TargetStream, sequence_id: int) -> None:
         one = stream.sequences.pop(sequence_id, None)
         if one is not None:
             self._waiting.pop(one, None)
             self._ahead.stop(one)
-            one.kv.drop()
+            one.path.kv.drop()
 
     def _drop(self, stream: TargetStream) -> None:
         for sequence_id in [*stream.sequences]:
@@ -291,18 +306,14 @@ class Batcher:
 
 def _follow(one: DraftedSequence, verdict: Verdict) -> bool:
     """Applies a verdict to the tokens. Whether they are the target's then."""
-    start = verdict.length - len(verdict.tokens)
-    if not verdict.length or not 0 <= start <= len(one.tokens):
+    start, path = verdict.length - len(verdict.tokens), one.path
+    if not verdict.length or not 0 <= start <= len(path):
         return False
-    one.tokens.truncate(start)
-    one.kv.truncate(start)
-    one.tokens.extend(verdict.tokens)
-    one.committed = len(one.tokens)
-    return one.tokens.digests[-1] == verdict.digest
-
-
-def _ask(one: DraftedSequence) -> DraftAsk:
-    return DraftAsk(one.kv, one.tokens.tokens, (), one.prompt_length, one.sampling, one.draft_length)
+    path.tokens.truncate(start)
+    path.kv.truncate(start)
+    path.tokens.extend(verdict.tokens)
+    one.committed = len(path)
+    return path.tokens.digests[-1] == verdict.digest
 
 
 def _make(calls: Sequence[Callable[[], object]]) -> None:

@@ -8,6 +8,8 @@ MAX_SEQUENCES = 4096
 """Of one stream."""
 MAX_DRAFT_LENGTH = 64
 """Tokens of one proposal."""
+MAX_GUESSES = 16
+"""Proposals ahead of verdicts that a target keeps of a sequence; the oldest go first."""
 MAX_OPENED_TOKENS = 1 << 20
 """Tokens of the sequences that one request opens, unless it opens a single one."""
 MAX_FRAME_BYTES = 16 * 1024 * 1024

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.drafting.proposer import Asked
 from scheduler.messages import DraftingReport
-from services.worker.drafting.limits import check_at_most
+from services.worker.drafting.limits import MAX_GUESSES, check_at_most
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.patience import Patience
 
@@ -23,8 +23,9 @@ class RemoteSequence:
     """The draft has been `sent` the first so many tokens on the present stream; 0: the sequence must be opened.
 
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
-    `tokens` are what is proposed. The `guess` was proposed ahead, after the prefix with the digest `guessed`. `met`:
-    the draft has proposed for the sequence and has little to read for the next proposal, so that steps wait for it.
+    `tokens` are what is proposed. The `guesses` were proposed ahead, by the digest of the prefix that they follow.
+    `met`: the draft has proposed for the sequence and has little to read for the next proposal, so that steps wait for
+    it.
     `going_on`: it computes ahead, as it has before and `survived`. `owed`: a stream broke while an answer was due, if
     only to say that KV is there, or while the draft was ahead; `owing` counts the drafts that the target has left so,
     in a row.
@@ -35,8 +36,7 @@ class RemoteSequence:
     most: int = 0
     answered: bool = True
     tokens: Sequence[int] = ()
-    guessed: int | None = None
-    guess: Sequence[int] = ()
+    guesses: dict[int, Sequence[int]] = field(default_factory=dict)
     met: bool = False
     going_on: bool = False
     survived: bool = False
@@ -51,10 +51,9 @@ class RemoteSequence:
     def ask(self, digest: int, most: int) -> None:
         """What was proposed ahead is there at once, and the draft goes on behind it."""
         self.asked, self.most = digest, most
-        self.tokens = self.guess[:most] if digest == self.guessed else ()
+        self.tokens = self.guesses.pop(digest, ())[:most]
         self.answered = self.going_on = bool(self.tokens)
         self.met = self.met or self.answered
-        self.guessed, self.guess = None, ()
 
     def take_in(self, answer: Answer) -> None:
         """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
@@ -66,7 +65,9 @@ class RemoteSequence:
             self.survived = True
         if answer.digest != self.asked:
             if answer.ahead:
-                self.guessed, self.guess = answer.digest, answer.tokens
+                self.guesses[answer.digest] = answer.tokens
+                if len(self.guesses) > MAX_GUESSES:
+                    del self.guesses[next(iter(self.guesses))]
             return
         if answer.ahead:
             answer.tokens = answer.tokens[: self.most]
@@ -79,7 +80,7 @@ class RemoteSequence:
     def forget_stream(self) -> None:
         """The draft of the next stream knows nothing of the sequence."""
         self.sent, self.asked, self.answered, self.tokens, self.met = 0, None, True, (), False
-        self.guessed, self.guess, self.going_on, self.survived = None, (), False, False
+        self.guesses, self.going_on, self.survived = {}, False, False
 
 
 class Mailbox:
@@ -134,18 +135,20 @@ class Mailbox:
         self.lock.notify_all()
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
-        """The proposals that are there, or come in time for sequences for which the draft has proposed before."""
+        """The proposals that are there. Where there is none, waits for the first ones that come for sequences for which
+        the draft has proposed before: so it does for all, or has guessed some verdicts, and goes on for the others as
+        behind a plain step (ahead.py)."""
         with self.lock:
             found = [self._find(one) for one in asked]
             met = [one for one in found if one is not None and one.met]
-            waits = wait_seconds > 0 and any(one.most for one in met)
+            waits = wait_seconds > 0 and any(one.most for one in met) and not any(one.in_time for one in met)
             if waits:
                 self._wait(met, time.monotonic() + wait_seconds)
             # The draft may have lost or refused some meanwhile: no answer of theirs is due any more.
             met = [one for one in met if one.asked is not None]
             in_time = sum(one.in_time for one in met)
             if waits and met:
-                self.patience.waited(2 * in_time >= len(met))
+                self.patience.waited(in_time > 0)
             self._report.asked += sum(one.most > 0 for one in met)
             self._report.in_time += in_time
             return [() if one is None else one.tokens[: ask.most] for one, ask in zip(found, asked, strict=True)]
@@ -164,7 +167,7 @@ class Mailbox:
         return one if one is not None and one.asked == asked.digest and asked.most else None
 
     def _wait(self, met: Sequence[RemoteSequence], until: float) -> None:
-        while self.connected and not all(one.answered for one in met):
+        while self.connected and not any(one.in_time for one in met):
             left = until - time.monotonic()
             if left <= 0 or not self.lock.wait(left):
                 return

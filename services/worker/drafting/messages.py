@@ -37,11 +37,12 @@ class Verdict:
 
 @dataclass(slots=True)
 class VerdictsOfStep:
-    """`size` counts the tokens."""
+    """`size` counts the tokens. The step took so many `seconds`; 0: that is unknown."""
 
     closed_ids: Sequence[int]
     verdicts: Sequence[Verdict]
     size: int
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ def verdicts_from_wire(request: draft_pb2.DraftRequest, vocabulary_size: int) ->
         for columns in zip(ids, lengths, request.digests, parts, wanted, strict=True)
     ]
     size = len(request.tokens) + sum(len(one.tokens) for one in opened.values())
-    return VerdictsOfStep(list(request.closed_ids), verdicts, size)
+    return VerdictsOfStep(list(request.closed_ids), verdicts, size, request.step_seconds)
 
 
 def answers_from_wire(proposals: draft_pb2.Proposals, vocabulary_size: int) -> list[Answer]:

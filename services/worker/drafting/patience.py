@@ -7,7 +7,7 @@ _LONGEST_PAUSE = 100
 
 
 class Patience:
-    """After three steps in a row for which most proposals came late, there are none for a step; then the draft may show
+    """After three steps in a row for which all proposals came late, there are none for a step; then the draft may show
     whether it is in time again. Each further time that it is not, the pause doubles, up to a hundred steps.
 
     In a pause the draft only keeps up its KV: a draft that needs more than half of the time that a step may wait would

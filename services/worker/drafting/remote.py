@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class RemoteProposer:
         self._grant: worker_pb2.DraftGrant | None = None
         self._stream: DraftStream | None = None
         self._closed_ids: list[int] = []
+        self._took = 0.0
+        """When the step had its proposals; 0: it asked for none."""
 
     def set_grant(self, grant: worker_pb2.DraftGrant | None) -> None:
         """From whom proposals come, from now on."""
@@ -77,10 +80,13 @@ class RemoteProposer:
         return self._mailbox.connected
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
-        return self._mailbox.take(asked, wait_seconds)
+        taken = self._mailbox.take(asked, wait_seconds)
+        self._took = time.monotonic()
+        return taken
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         stream, room = self._stream, MAX_OPENED_TOKENS
+        took, self._took = self._took, 0.0
         asked: list[_Asked] = []
         with self._mailbox.lock:
             if stream is None or not self._mailbox.connected:
@@ -100,6 +106,7 @@ class RemoteProposer:
                 counts=[len(one.tokens) for one in asked],
                 tokens=[token for one in asked for token in one.tokens],
                 draft_lengths=[one.draft_length for one in asked],
+                step_seconds=time.monotonic() - took if took else 0.0,
             )
             self._closed_ids = []
             stream.send(request)

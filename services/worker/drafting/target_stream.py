@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.drafting.draft_kv import DraftKv
 from protos import draft_pb2
-from scheduler.sampling import SamplingParameters
-from scheduler.state.digests import DigestedTokens
+from scheduler.speculation.cost_model import MeanSeconds
+from services.worker.drafting.drafted_sequence import DraftedSequence
 from services.worker.drafting.limits import MAX_OPENED_TOKENS, BadMessageError
 from services.worker.drafting.messages import VerdictsOfStep
 
@@ -18,40 +17,16 @@ _WAITING = 64
 tokens as it may counts as that many."""
 
 
-@dataclass(slots=True, eq=False)
-class DraftedSequence:
-    """`tokens` begin with the target's, the `committed` ones; behind these are those that the draft has chosen ahead
-    (ahead.py), up to a `goal`. Once that is reached, the first `guessed` are the prefix of a proposal that was sent
-    ahead; 0: there is none. `draft_length` is of the latest request. `asked` and `asked_before` number the batches for
-    which the latest two came, `served` the one that computed for the sequence last; 0: none."""
-
-    sequence_id: int
-    prompt_length: int
-    sampling: SamplingParameters
-    kv: DraftKv
-    tokens: DigestedTokens
-    committed: int = 0
-    goal: int = 0
-    guessed: int = 0
-    draft_length: int = 0
-    asked: int = 0
-    asked_before: int = 0
-    served: int = 0
-
-    @property
-    def lag(self) -> int:
-        """How many tokens the draft must read before it can propose, unless other sequences have their KV."""
-        return self.committed - min(self.kv.table.length, len(self.kv.known))
-
-
 @dataclass(eq=False)
 class TargetStream:
-    """Of the event loop, but for `sequences`, which are the batcher's, on the thread that computes."""
+    """Of the event loop, but for `sequences` and `step`, which are the batcher's, on the thread that computes."""
 
     target_id: str
     free: Callable[[TargetStream], None]
     """Called at its end, however it comes."""
     sequences: dict[int, DraftedSequence] = field(default_factory=dict)
+    step: MeanSeconds = field(default_factory=MeanSeconds)
+    """How long the target takes for a step."""
     answers: asyncio.Queue[draft_pb2.Proposals | None] = field(default_factory=asyncio.Queue)
     closed: bool = False
     refusal: BadMessageError | None = None

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -94,10 +96,18 @@ def connected(proposer: RemoteProposer) -> None:
     wait_until(lambda: proposer.connected, "the target has a stream to the draft", pause=0.01)
 
 
-def proposed(proposer: RemoteProposer, sequences: Sequence[PlayedSequence], most: int) -> list[list[int]]:
-    """Once all of the sequences have a proposal."""
-    wait_until(lambda: all(take(proposer, sequences, most)), "the draft proposes", pause=0.01)
+def proposed(
+    proposer: RemoteProposer, sequences: Sequence[PlayedSequence], most: int, ahead: bool = False
+) -> list[list[int]]:
+    """Once all of the sequences have a proposal; of a draft that goes `ahead`, some of them."""
+    there = any if ahead else all
+    wait_until(lambda: there(take(proposer, sequences, most)), "the draft proposes", pause=0.01)
     return take(proposer, sequences, most)
+
+
+def beginnings(wholes: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """As much of each as was found: what is proposed ahead may be less than what is asked for."""
+    return [whole[: len(one)] for whole, one in zip(wholes, found, strict=True)]
 
 
 def random_prompts(draw: random.Random, count: int, length: int = 9) -> list[list[int]]:
@@ -140,8 +150,8 @@ def test_proposals_are_the_models_over_rounds_with_rejections(
             one.commit(draw.randrange(VOCABULARY))
         for draft_length in (4, 3, 1, 5, 4, 2, 4, 4):
             offer(proposer, sequences, draft_length)
-            found = proposed(proposer, sequences, draft_length)
-            assert found == [oracle.proposal(one, draft_length) for one in sequences]
+            found = proposed(proposer, sequences, draft_length, running.ahead)
+            assert found == beginnings([oracle.proposal(one, draft_length) for one in sequences], found)
             for one, proposal in zip(sequences, found, strict=True):
                 commit_some(draw, one, proposal)
         # A sequence that the target has taken back a part of, as after a lost step.
@@ -163,7 +173,8 @@ def test_targets_that_share_a_draft_may_have_equal_sequence_ids(running: Running
                     one.commit(draw.randrange(VOCABULARY))
                 offer(proposer, own, 3)
             for proposer, own in ((first, sequences[0]), (second, sequences[1])):
-                assert proposed(proposer, own, 3) == [oracle.proposal(one, 3) for one in own]
+                found = proposed(proposer, own, 3, running.ahead)
+                assert found == beginnings([oracle.proposal(one, 3) for one in own], found)
 
 
 def test_proposals_follow_grammars(running: RunningDraft, folder: Path) -> None:
@@ -319,51 +330,106 @@ def asking(sequences: Sequence[PlayedSequence], told: dict[int, int]) -> draft_p
         request.tokens.extend(tokens[known:])
         request.draft_lengths.append(3)
         told[one.sequence_id] = len(tokens)
+    request.step_seconds = 1000  # there is time for everything
     return request
 
 
-def test_a_draft_with_nothing_to_do_proposes_ahead_of_the_likeliest_verdicts(folder: Path) -> None:
-    """Of two sequences, one goes on as the draft expects it to, time and again, and one does not."""
-    oracle, told, outgoing = Oracle(folder), dict[int, int](), SimpleQueue[draft_pb2.DraftRequest | None]()
+def followed(one: PlayedSequence, tokens: Sequence[int]) -> PlayedSequence:
+    """The sequence, had these been committed."""
+    follower = PlayedSequence(one.sequence_id, one.prompt, one.sampling)
+    follower.commit(*one.tokens.tokens[len(one.prompt) :], *tokens)
+    return follower
+
+
+class Likely:
+    """What follows the verdicts that a draft with nothing to do computes ahead of: three tokens each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def proposal(self, one: PlayedSequence, count: int = 3) -> list[int]:
+        return Oracle(self._folder).proposal(one, count)
+
+    def alternative(self, one: PlayedSequence, banned: int) -> int:
+        """What the draft would choose if it may not choose this one."""
+        other = PlayedSequence(one.sequence_id, one.prompt, replace(one.sampling, logit_bias={banned: -100.0}))
+        other.commit(*one.tokens.tokens[len(one.prompt) :])
+        return self.proposal(other, 1)[0]
+
+    def after(self, one: PlayedSequence, verified: int) -> dict[tuple[int, int], list[int]]:
+        """By sequence and digest of the prefix, where so many proposed tokens are verified: for all of them and the
+        next one, and for each place that what the draft would have chosen there is right."""
+        proposal = self.proposal(one, verified + 1)
+        outcomes = [proposal]
+        for place in range(verified):
+            accepted = proposal[:place]
+            outcomes.append([*accepted, self.alternative(followed(one, accepted), proposal[place])])
+        likely = [followed(one, outcome) for outcome in outcomes]
+        return {(one.sequence_id, each.digest): self.proposal(each) for each in likely}
+
+    def suffix(self, one: PlayedSequence) -> dict[tuple[int, int], list[int]]:
+        """Where the proposal came too late, and its first token was right."""
+        first, *others = self.proposal(one)
+        return {(one.sequence_id, followed(one, [first]).digest): others}
+
+
+def test_a_draft_with_nothing_to_do_proposes_ahead_of_likely_verdicts(folder: Path) -> None:
+    """Of three sequences, one goes on as the draft expects, one as it expects in the second place, and one otherwise;
+    a step that has some proposals goes without the others'."""
+    likely, told, outgoing = Likely(folder), dict[int, int](), SimpleQueue[draft_pb2.DraftRequest | None]()
     # Short ones, which are read in one batch.
-    right, wrong = sequences = [PlayedSequence(number, [number, 7], SAMPLINGS[number]) for number in (0, 1)]
+    right, nearly, wrong = sequences = [
+        PlayedSequence(number, [number, 7], SAMPLINGS[number % 2]) for number in range(3)
+    ]
     for one in sequences:
         one.commit(5)
-
-    def expected(one: PlayedSequence, ahead: bool) -> tuple[int, list[int]]:
-        """The digest of the prefix of a proposal, and the proposal."""
-        follower = PlayedSequence(one.sequence_id, one.prompt, one.sampling)
-        follower.commit(*one.tokens.tokens[len(one.prompt) :], *(oracle.proposal(one, 4) if ahead else ()))
-        return follower.digest, Oracle(folder).proposal(follower, 3)
 
     with running_draft(lambda: load(folder), ahead=True) as draft, grpc.insecure_channel(draft.address) as channel:
         messages = draft_pb2_grpc.DrafterStub(channel).Propose(iter(outgoing.get, None))
 
-        def answered(ahead: bool, *those: PlayedSequence) -> None:
-            """By the next message."""
-            message = next(messages)
-            assert (message.ahead, message.goes_on) == (ahead, not ahead)
-            parts = [list(message.tokens[first : first + 3]) for first in range(0, len(message.tokens), 3)]
-            found = zip(message.sequence_ids, message.digests, parts, strict=True)
-            assert sorted(found) == [(one.sequence_id, *expected(one, ahead)) for one in those]
+        def ahead(expected: dict[tuple[int, int], list[int]]) -> None:
+            """Just this is told, in as many messages as it takes."""
+            found: dict[tuple[int, int], list[int]] = {}
+            while len(found) < len(expected):
+                message = next(messages)
+                assert message.ahead
+                ends = [*accumulate(message.counts)]
+                tokens = [list(message.tokens[end - n : end]) for end, n in zip(ends, message.counts, strict=True)]
+                found |= dict(zip(zip(message.sequence_ids, message.digests, strict=True), tokens, strict=True))
+            assert found == expected
+            assert not message.goes_on
 
         opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=draft.grant())
         outgoing.put(draft_pb2.DraftRequest(opening=opening))
         outgoing.put(asking(sequences, told))
-        answered(False, right, wrong)
-        answered(True, right, wrong)
+        answer = next(messages)
+        assert (answer.ahead, answer.goes_on) == (False, True)
+        assert dict(zip(answer.sequence_ids, zip(*[iter(answer.tokens)] * 3, strict=True), strict=True)) == {
+            one.sequence_id: tuple(likely.proposal(one)) for one in sequences
+        }
+        expected: dict[tuple[int, int], list[int]] = {}
+        for one in sequences:
+            expected |= likely.after(one, 3) | likely.suffix(one)
+        ahead(expected)
         for _ in range(3):
-            right.commit(*oracle.proposal(right, 4))
-            wrong.commit(*oracle.proposal(wrong, 3)[:1], END)
+            right.commit(*likely.proposal(right, 4))
+            (second, _) = proposal = likely.proposal(nearly, 2)
+            nearly.commit(second, likely.alternative(followed(nearly, [second]), proposal[1]))
+            wrong.commit(END)
             outgoing.put(asking(sequences, told))
-            answered(False, wrong)
-            answered(True, right, wrong)
+            ahead(likely.after(right, 3) | likely.after(nearly, 3) | likely.after(wrong, 0))
+        # Without any guess that was right, the step waits for what it has asked for.
+        wrong.commit(END)
+        outgoing.put(asking([wrong], told))
+        answer = next(messages)
+        assert (answer.ahead, list(answer.tokens)) == (False, likely.proposal(wrong))
+        ahead(likely.after(wrong, 3) | likely.suffix(wrong))
         # What is not known is said beside what goes on.
         stranger = PlayedSequence(9, [1, 2])
-        right.commit(*oracle.proposal(right, 4))
+        right.commit(*likely.proposal(right, 4))
         outgoing.put(asking([right, stranger], told | {9: 2}))
         assert list(next(messages).unknown_ids) == [9]
-        answered(True, right)
+        ahead(likely.after(right, 3))
         outgoing.put(None)
         assert not [*messages]
         wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)

@@ -21,6 +21,7 @@ from engine.sampling.grammars import GrammarError
 from engine.steps import (
     Computing,
     EngineTimings,
+    Interrupted,
     ProposeRow,
     RowOutcome,
     StepOutcome,
@@ -59,10 +60,12 @@ def _target_token(total: int, choices: Sequence[int] = _ALL) -> int:
     return choices[_choice(total) % len(choices)]
 
 
-def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -> int:
+def _draft_tokens(total: int, acceptance: float, choices: Sequence[int] = _ALL) -> tuple[int, int]:
+    """What the draft chooses, and in its place: one of both is the target's."""
     choice = _choice(total)
     right = (choice >> 32) % 1000 < acceptance * 1000
-    return choices[(choice if right else choice + 1) % len(choices)]
+    own, other = (choices[(choice + step) % len(choices)] for step in (0, 1))
+    return (own, other) if right else (other, own)
 
 
 class _Whole:
@@ -213,9 +216,16 @@ class PagedModel:
         self._computes = computes
         self.kv_store = NumbersStore(self._memory, lanes, page_size, moving)
 
-    def step(self, rows: Sequence[AnyRow], computing: Computing = no_callback) -> StepOutcome:
+    def step(
+        self, rows: Sequence[AnyRow], computing: Computing = no_callback, interrupted: Interrupted | None = None
+    ) -> StepOutcome:
+        """A step that is `interrupted` is so after its first pass."""
         computing()
         self._computes(rows)
+        if interrupted is not None and interrupted():
+            for row in rows:
+                if isinstance(row, ProposeRow):
+                    row.draft_length = min(row.draft_length, 1)
         wrong = self.trouble(rows) if self.trouble is not None else {}
         outcomes = []
         for place, row in enumerate(rows):
@@ -267,6 +277,7 @@ class PagedModel:
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table
         proposal = _forced(row)
+        others = [-1] * len(proposal)
         self._feed(table, [*row.tokens, *proposal[:-1]])
         if not row.draft_length:
             return RowOutcome([])
@@ -276,8 +287,10 @@ class PagedModel:
                 self._feed(table, proposal[-1:])
                 total = self._attend(table)
             choices = _choices(row, _matcher(row, proposal))
-            proposal.append(_draft_token(total, self.acceptance, choices))
-        return RowOutcome(proposal)
+            own, other = _draft_tokens(total, self.acceptance, choices)
+            proposal.append(own)
+            others.append(other if other != own else -1)
+        return RowOutcome(proposal, alternatives=others)
 
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> None:
         """Writes the KV of the tokens to the pages."""

@@ -18,7 +18,7 @@ import pytest
 
 from services.scheduler import server
 from services.scheduler.workers import worker_set
-from services.worker.drafting import batcher, mailbox, stream
+from services.worker.drafting import ahead, batcher, mailbox, remote, stream
 from services.worker.drafting.service import DrafterService
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.rpc.network import Listener
@@ -64,7 +64,7 @@ class ScheduleResult:
 def _quiet(loop: VirtualLoop, threads: Threads) -> Iterator[None]:
     """The services' clocks are the loop's, their threads block in virtual time, their servers listen on the simulated
     network, their logs are off, and nothing is collected at times of its own."""
-    modules: list[Any] = [worker_set, server, mailbox, stream, batcher]
+    modules: list[Any] = [worker_set, server, mailbox, stream, batcher, ahead, remote]
     clock = SimpleNamespace(monotonic=loop.time)
     blocking = SimpleNamespace(
         Condition=partial(VirtualCondition, threads),

@@ -115,6 +115,20 @@ class Pages(RuleBasedStateMachine):
         assert held.table.length in (ends | {0} if any(group.window for group in self.groups) else ends)
 
     @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 9), length=st.integers(0, 40), tokens=TOKENS)
+    def fork(self, which: int, length: int, tokens: list[int]) -> None:
+        """Another sequence begins like one that is there, on the same pages."""
+        held = self.a_sequence(which)
+        length = min(length, held.table.length)
+        table, border = self.pool.fork(held.table, length), length - length % self.pool.border
+        assert table.length in ({border, 0} if any(group.window for group in self.groups) else {border})
+        keys = held.keys[: table.length // self.pool.page_size + 1]
+        fork = Held(held.tokens[: table.length], table, keys, min(held.committed, table.length))
+        self.held.append(fork)
+        self.feed(fork, tokens)
+        self.commit(fork)
+
+    @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))
     def forget(self, which: int) -> None:
         """Nobody finds the sequence's pages any more."""

@@ -264,6 +264,51 @@ def test_what_was_proposed_ahead_is_there_with_the_verdict_if_that_was_guessed(r
         assert list(request.draft_lengths) == [2]
 
 
+def test_the_latest_guesses_are_kept() -> None:
+    """Sixteen of a sequence, whatever the draft sends."""
+    one, other = played(1, 2)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        if request.sequences:
+            yield goes_on(request)
+        if one.sequence_id in request.sequence_ids and request.sequences:
+            yield from (ahead_of(one, 1, 1, token) for token in range(40))
+
+    for token, kept in ((23, False), (24, True), (39, True)):
+        one, other = played(1, 2)
+        with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+            for each in (one, other):
+                offer(proposer, [each], 2)
+                assert proposed(proposer, [each]) == [[1, 1]]
+            one.commit(1, 1, token)
+            offer(proposer, [one], 2)
+            assert take(proposer, [one], 2) == ([[7, 8]] if kept else [[]])
+
+
+def test_a_step_with_a_proposal_does_not_wait_for_others() -> None:
+    """The draft answers for the second sequence once only."""
+    sequences = played(1, 2)
+
+    def script(request: draft_pb2.DraftRequest) -> Answered:
+        answer = answer_of(request)
+        if not request.sequences:
+            for column in (answer.sequence_ids, answer.digests, answer.counts, answer.tokens):
+                del column[len(column) // 2 :]
+        yield answer
+
+    with ScriptedDrafter(script) as drafter, connected(drafter) as proposer:
+        offer(proposer, sequences, 2)
+        assert proposed(proposer, sequences) == [[1, 1], [1, 1]]
+        proposer.report()
+        for one in sequences:
+            one.commit(5)
+        offer(proposer, sequences, 2)
+        assert take(proposer, sequences, 2, FOREVER) == [[1, 1], []]
+        report = proposer.report()
+        assert report is not None
+        assert (report.asked, report.in_time) == (2, 1)
+
+
 @pytest.mark.parametrize("survives", [False, True])
 def test_sequences_over_which_two_drafts_died_ahead_are_refused(survives: bool) -> None:
     """A draft that answers twice has not died of what it computed in between."""
