@@ -23,8 +23,8 @@ from services.worker.drafting.limits import MAX_GUESSES
 from services.worker.drafting.messages import Verdict
 from services.worker.drafting.target_stream import TargetStream
 
-MOST_SEQUENCES = 8
-"""Of a draft worker that goes ahead."""
+_FEWEST = 2
+"""Tokens of a proposal that are worth a pass for the one before them."""
 
 Found = defaultdict[TargetStream, draft_pb2.Proposals]
 """What is proposed ahead, by target."""
@@ -164,10 +164,12 @@ class Ahead:
             start, most = one.proposed + 1, one.draft_length
             if of_pass:
                 # A pass less than there is time for, since verdict and proposals have a way to go.
-                most = min(most, max(2, len(one.path) + int(self._left(one) / of_pass) - 1 - start))
+                most = min(most, len(one.path) + int(self._left(one) / of_pass) - 1 - start)
             guess = Guess(one.path, start, start + most)
             pages = self._pool.missing(one.path.kv.table, guess.end)
-            if len(one.path) < guess.end and not step.add(one, guess, pages, self._pool.free_pages):
+            if most < _FEWEST:
+                del self._going[one]
+            elif len(one.path) < guess.end and not step.add(one, guess, pages, self._pool.free_pages):
                 self.stop(one)
         for place in range(max((one.draft_length for one in self._going), default=0)):
             for one in latest_first:

@@ -18,7 +18,7 @@ from engine.errors import DeviceLostError
 from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.ahead import MOST_SEQUENCES, Ahead, Found
+from services.worker.drafting.ahead import Ahead, Found
 from services.worker.drafting.drafted_sequence import DraftedSequence, Path
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
@@ -165,14 +165,13 @@ class Batcher:
             one.path.grow(answer)
             if not answer.behind:
                 self._answer(one, answer)
-        few = len(self._ahead) + sum(map(len, self._answered.values())) <= MOST_SEQUENCES
         for stream, answered in self._answered.items():
             proposals = self._answers[stream]
             proposals.sequence_ids.extend([one.sequence_id for one, _ in answered])
             proposals.digests.extend([one.path.tokens.digest(one.committed) for one, _ in answered])
             proposals.counts.extend([len(tokens) for _, tokens in answered])
             proposals.tokens.extend([token for _, tokens in answered for token in tokens])
-            if self._goes_ahead and few:
+            if self._goes_ahead:
                 begun = [self._ahead.begin(one, stream, found) for one, tokens in answered if tokens]
                 proposals.goes_on = any(begun)
         self._send(self._answers)
