@@ -18,7 +18,7 @@ from engine.kv.pages import PagePool
 from engine.steps import Interrupted
 from protos import draft_pb2
 from scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
-from services.worker.drafting.drafted_sequence import DraftedSequence, Guess, Path
+from services.worker.drafting.drafted_sequence import DraftedSequence, Guess, Path, Work
 from services.worker.drafting.limits import MAX_GUESSES
 from services.worker.drafting.messages import Verdict
 from services.worker.drafting.target_stream import TargetStream
@@ -32,21 +32,19 @@ Found = defaultdict[TargetStream, draft_pb2.Proposals]
 
 @dataclass(slots=True)
 class _Step:
-    """What is computed ahead in one step: so many `passes`, which feed so many `tokens`, and `pages` that it needs."""
+    """What is computed ahead in one step, and the pages and time that it takes."""
 
     asked: list[tuple[DraftedSequence, Guess]] = field(default_factory=list)
-    passes: int = 1
-    tokens: int = 0
     pages: int = 0
+    work: Work = field(default_factory=Work)
 
     def add(self, one: DraftedSequence, guess: Guess, pages: int, free: int) -> bool:
         """Whether there are pages for it."""
         if self.pages + pages > free:
             return False
-        path, missing = guess.path, guess.end - len(guess.path)
         self.asked.append((one, guess))
-        self.passes, self.pages = max(self.passes, missing), self.pages + pages
-        self.tokens += len(path) - path.kv.table.length + missing - 1
+        self.pages += pages
+        self.work.add(guess.path, guess.end)
         return True
 
 
@@ -64,7 +62,7 @@ class Ahead:
         """Those for which something is to be computed, the latest verdict last."""
         self._sent: dict[DraftedSequence, float] = {}
         """When the target got the proposal that it verifies."""
-        # Of a step that computes ahead, by passes and tokens fed. Tokens cost nothing until they were seen to.
+        # Of a step, by passes and tokens fed. Tokens cost nothing until they were seen to.
         self._cost = LinearCost((1.0, 0.0), (1.0, TOKEN_SHARE))
 
     def __len__(self) -> int:
@@ -147,8 +145,12 @@ class Ahead:
         for stream, proposals in found.items():
             proposals.goes_on = stream in self._going.values()
         if asked and not interrupted():
-            self._cost.observe(time.monotonic() - began, step.passes, step.tokens)
+            self.took(time.monotonic() - began, step.work)
         return found
+
+    def took(self, seconds: float, work: Work) -> None:
+        """A step of the draft, whether ahead or not."""
+        self._cost.observe(seconds, work.passes, work.tokens)
 
     def _go(self, one: DraftedSequence, stream: TargetStream) -> bool:
         if one.proposed + 1 + one.draft_length > self._drafting.description.max_sequence_length:
@@ -191,7 +193,7 @@ class Ahead:
             read, missing = len(guess.path) - shared, guess.end - len(guess.path)
         else:
             return
-        passes, tokens = max(step.passes, missing), step.tokens + read + missing - 1
+        passes, tokens = max(step.work.passes, missing), step.work.tokens + read + missing - 1
         if self._cost.predict(1 + passes, tokens) > self._left(one):
             return
         if guess is None:

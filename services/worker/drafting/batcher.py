@@ -19,7 +19,7 @@ from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
 from services.worker.drafting.ahead import Ahead, Found
-from services.worker.drafting.drafted_sequence import DraftedSequence, Path
+from services.worker.drafting.drafted_sequence import DraftedSequence, Path, Work
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
 from services.worker.drafting.target_stream import TargetStream
@@ -158,8 +158,13 @@ class Batcher:
             self._send(self._answers)
             self._send(self._ahead.go_on(lambda: bool(self._arrived)))
             return False
-        asked, found = self._with_pages(self._chosen()), Found(draft_pb2.Proposals)
+        asked, found, work = self._with_pages(self._chosen()), Found(draft_pb2.Proposals), Work()
+        for one in asked:
+            work.add(one.path, one.end)
+        began = time.monotonic()
         answers = self._drafting.propose([one.ask(one.path, one.end, self._goes_ahead) for one in asked])
+        if asked:
+            self._ahead.took(time.monotonic() - began, work)
         for one, answer in zip(asked, answers, strict=True):
             one.served = self._number
             one.path.grow(answer)

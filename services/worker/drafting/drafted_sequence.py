@@ -32,6 +32,20 @@ class Path:
         self.alternatives.clear()
 
 
+@dataclass(slots=True)
+class Work:
+    """Of a step of the draft: so many `passes`, which feed so many `tokens`."""
+
+    passes: int = 1
+    tokens: int = 0
+
+    def add(self, path: Path, end: int) -> None:
+        """The tokens that are missing of a path."""
+        missing = max(0, end - len(path))
+        self.passes = max(self.passes, missing)
+        self.tokens += len(path) - path.kv.table.length + max(0, missing - 1)
+
+
 @dataclass(slots=True, eq=False)
 class Guess:
     """That a verdict will say the first `start` tokens of a path. What follows them up to `end` is the proposal for it,
