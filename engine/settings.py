@@ -12,6 +12,7 @@ from engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", KV_INT8)
+DRAFT_AHEAD = ("auto", "always", "never")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
 MOST_RANKS = 64
@@ -44,7 +45,8 @@ class EngineSettings:
     computes small passes as CUDA graphs. So many ranks as `tensor_parallel_size` says compute a target together;
     `threads`, KV and GPUs are those of each.
     `draft_head` names a drafting head that a target has beside its model, "mtp" the MTP layer in the model's own folder
-    (engine/models/drafting_head.py). `inside_draft`: of a draft that runs in the target's process.
+    (engine/models/drafting_head.py). `inside_draft`: of a draft that runs in the target's process. `draft_ahead`: of a
+    draft worker, when it goes ahead of verdicts.
     `ignore_tensors`: names or patterns, as in a shell, of tensors of the models' files, and of keys of GGUF files, that
     may be left out although nothing says that they change no token.
     """
@@ -69,6 +71,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
     draft_head: str | None = None
+    draft_ahead: str = "auto"
     target: str | None = None
     inside_draft: EngineSettings | None = None
     ignore_tensors: tuple[str, ...] = ()
@@ -94,6 +97,13 @@ class EngineSettings:
         return self.kv_cache_dtype == KV_INT8
 
     @property
+    def goes_ahead(self) -> bool:
+        """Of a draft worker. By itself on a GPU of its own: elsewhere targets would wait for what it computes ahead."""
+        if self.draft_ahead == "auto":
+            return self.device != "cpu" and not self.gpu_peers
+        return self.draft_ahead == "always"
+
+    @property
     def batched_tokens(self) -> int:
         """The most tokens of one forward pass."""
         on_device = BATCHED_TOKENS_ON_CPU if self.device == "cpu" else BATCHED_TOKENS_ON_GPU
@@ -105,6 +115,7 @@ class EngineSettings:
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("quantization", QUANTIZATIONS),
             ("cpu_isa", CPU_ISAS),
+            ("draft_ahead", DRAFT_AHEAD),
         )
         for name, known in choices:
             if getattr(self, name) not in known:

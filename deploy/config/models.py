@@ -57,6 +57,11 @@ class ModelsSection(Section):
         "Where a draft model runs: in draft `workers`, or in the workers of `targets`. `auto`: in targets if it shares "
         "their device.",
     )
+    draft_ahead: Literal["auto", "always", "never"] = described(
+        "auto",
+        "Whether draft workers propose for likely verdicts while targets verify. `auto`: if they have a GPU to "
+        "themselves.",
+    )
     draft_lookup: int | None = described(
         None,
         "Prompt lookup in addition to the draft: if at least this many of the last tokens occurred earlier in the "
@@ -191,6 +196,7 @@ class EngineSection(Section):
             "target": models.target if is_draft else None,
             "ignore_tensors": models.ignore_tensors,
             "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
+            "draft_ahead": models.draft_ahead,
             "tensor_parallel_size": self.ranks(role),
         }
         return EngineSettings(**common | own)

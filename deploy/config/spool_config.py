@@ -59,7 +59,6 @@ class SchedulingSection(Section):
         le=1000,
     )
     draft_batch_size: int | None = described(None, _IDLE, ge=1)
-    draft_ahead: int = described(0, _IDLE, ge=0, le=256)
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
         "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
@@ -170,7 +169,7 @@ class SpoolConfig(Section):
     def without_effect(self) -> list[str]:
         """Fields that are set, and do nothing any more."""
         idle: list[tuple[str, Section, Section, tuple[str, ...]]] = [
-            ("scheduling", self.scheduling, SchedulingSection(), ("draft_batch_size", "draft_ahead"))
+            ("scheduling", self.scheduling, SchedulingSection(), ("draft_batch_size",))
         ]
         if self.models.draft_name == NGRAM:  # the targets look up
             idle.append(("groups.draft", self.groups.draft, WorkerGroup(), ("replicas", "autoscaling")))

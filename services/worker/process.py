@@ -186,9 +186,7 @@ def load_worker(arguments: WorkerArguments, progress: Progress) -> Serve:
     """
     if arguments.role is Role.DRAFT:
         settings = EngineSettings.from_plain(arguments.settings)
-        # Where it is on a GPU with targets, they would wait for what it computes ahead.
-        alone = settings.device != "cpu" and not settings.gpu_peers
-        return serving_draft(load_draft(settings, progress), settings.prefix_cache, alone)
+        return serving_draft(load_draft(settings, progress), settings.prefix_cache, settings.goes_ahead)
     return serving(load_executor(arguments, progress))
 
 

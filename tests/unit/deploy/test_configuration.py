@@ -280,12 +280,11 @@ def test_drafts_inside_targets_have_no_workers(file: Path, content: str, expecte
 
 
 def test_fields_without_effect_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("scheduling: {draft_ahead: 64, draft_batch_size: 3}")
+    file.write_text("scheduling: {draft_batch_size: 3}")
     for words in (["config", "show", str(file)], ["config", "render", str(file)]):
         assert cli.run(words) == 0
         assert capsys.readouterr().err.splitlines() == [
-            f"spool: warning: scheduling.{field} has no effect any more: leave it out"
-            for field in ("draft_batch_size", "draft_ahead")
+            "spool: warning: scheduling.draft_batch_size has no effect any more: leave it out"
         ]
     assert load_configuration(file).scheduler_config() == SpoolConfig().scheduler_config()
     file.write_text("models: {draft: ngram}\ngroups: {draft: {replicas: 2, autoscaling: {}}}")
