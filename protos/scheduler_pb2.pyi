@@ -505,13 +505,21 @@ class ThroughputFigures(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
 class SpeculationFigures(_message.Message):
-    __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position")
+    __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "proposals_asked", "proposals_in_time", "proposals_ahead", "hidden_seconds")
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     drafts: int
     draft_tokens: int
     accepted_tokens: int
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
+    proposals_asked: int
+    proposals_in_time: int
+    proposals_ahead: int
+    hidden_seconds: float
+    def __init__(self, drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., proposals_asked: _Optional[int] = ..., proposals_in_time: _Optional[int] = ..., proposals_ahead: _Optional[int] = ..., hidden_seconds: _Optional[float] = ...) -> None: ...

@@ -329,16 +329,20 @@ class StepReply(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Union[RowAnswers, _Mapping]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., drafting: _Optional[_Union[DraftingReport, _Mapping]] = ...) -> None: ...
 
 class DraftingReport(_message.Message):
-    __slots__ = ("connected", "asked", "in_time", "refused_ids")
+    __slots__ = ("connected", "asked", "in_time", "ahead", "hidden_seconds", "refused_ids")
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     ASKED_FIELD_NUMBER: _ClassVar[int]
     IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_IDS_FIELD_NUMBER: _ClassVar[int]
     connected: bool
     asked: int
     in_time: int
+    ahead: int
+    hidden_seconds: float
     refused_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, connected: _Optional[bool] = ..., asked: _Optional[int] = ..., in_time: _Optional[int] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, connected: _Optional[bool] = ..., asked: _Optional[int] = ..., in_time: _Optional[int] = ..., ahead: _Optional[int] = ..., hidden_seconds: _Optional[float] = ..., refused_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows", "drafting")

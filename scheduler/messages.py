@@ -222,14 +222,16 @@ class KvMoved:
 
 @dataclass(slots=True)
 class DraftingReport:
-    """How a target's draft worker served it in one step: of the `asked` rows for which the target waited, or would have
-    if there were time, `in_time` had a proposal. `connected`: whether the stream to the draft of the last grant works;
+    """How a target's draft worker served it in a step: of the `asked` rows that count on a proposal, `in_time` had one,
+    and `ahead` before it was asked for, which hid `hidden_seconds` of drafting. `connected`: whether its stream works;
     true without a grant. The draft is never asked for the sequences `refused` any more: it was lost with them twice."""
 
     connected: bool = True
     asked: int = 0
     in_time: int = 0
     refused: tuple[int, ...] = ()
+    ahead: int = 0
+    hidden_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

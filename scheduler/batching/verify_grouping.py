@@ -33,9 +33,7 @@ def pick(
     if not idle:
         return [], False
     group, waits = list(islice(idle.values(), batch_size)), False
-    if policy is Policy.RAGGED:
-        pass
-    elif policy is Policy.EQSPEC:
+    if policy is Policy.EQSPEC:
         waits = verifying > 0
     elif policy is Policy.AUTO:
         fit_one_step = len(idle) + verifying <= batch_size
@@ -50,6 +48,6 @@ def pick(
         largest = max(equals.values(), key=lambda equal: min(len(equal), batch_size))
         if len(largest) >= min(2, batch_size):
             group = largest[:batch_size]
-    else:
+    elif policy is not Policy.RAGGED:
         assert_never(policy)
     return ([], False) if waits else (group, False)

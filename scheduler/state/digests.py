@@ -41,12 +41,6 @@ class DigestedTokens:
         del self.tokens[length:]
         del self.digests[length + 1 :]
 
-    def fork(self, length: int) -> DigestedTokens:
-        """The first `length` tokens, to go on otherwise."""
-        fork = DigestedTokens()
-        fork.tokens, fork.digests = self.tokens[:length], self.digests[: length + 1]
-        return fork
-
     def digest(self, length: int) -> int:
         """Digest of the first `length` tokens. Raises IndexError past the end."""
         return self.digests[length]

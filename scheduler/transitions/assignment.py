@@ -64,8 +64,7 @@ class Assignment:
         if grant is None or grant is not target.grant:
             return
         if report.asked > 0:
-            late = 2 * report.in_time < report.asked
-            target.late_steps = target.late_steps + 1 if late else 0
+            target.late_steps = 0 if report.in_time else target.late_steps + 1
         complains = not report.connected or target.late_steps >= _LATE_STEPS
         if complains and now >= target.granted_at + _SECONDS_BETWEEN:
             other = _idlest([draft for draft in self._able() if draft is not target.draft])

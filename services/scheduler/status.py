@@ -63,7 +63,9 @@ def status_of(
             )
         ],
         kv_moves=to_wire(scheduler_pb2.KvMoveFigures, core.moves),
-        speculation=scheduler_pb2.SpeculationFigures(
+        speculation=to_wire(
+            scheduler_pb2.SpeculationFigures,
+            totals,
             drafts=totals.drafted_rounds,
             draft_tokens=totals.drafted,
             accepted_tokens=totals.accepted,

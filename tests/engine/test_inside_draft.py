@@ -14,7 +14,7 @@ from engine.drafting.model_draft import DraftEngine
 from engine.drafting.model_drafting import Draft, ModelDrafting
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
-from engine.steps import Computing, ProposeRow, StepOutcome
+from engine.steps import Computing, Interrupted, ProposeRow, StepOutcome
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.worker.executor import StepExecutor
@@ -109,11 +109,11 @@ class Failing:
     def __init__(self, draft: DraftEngine) -> None:
         self.draft, self.description, self.pool = draft, draft.description, draft.pool
 
-    def step(self, rows: Sequence[ProposeRow], computing: Computing) -> StepOutcome:
+    def step(self, rows: Sequence[ProposeRow], computing: Computing, interrupted: Interrupted | None) -> StepOutcome:
         self.steps += 1
         if self.steps == 10:
             raise RuntimeError("no")
-        return self.draft.step(rows, computing)
+        return self.draft.step(rows, computing, interrupted)
 
 
 def test_a_draft_that_fails_or_has_no_pages_changes_no_text(

@@ -18,7 +18,16 @@ from engine.description import EngineDescription
 from engine.drafting.proposer import LocalProposer, Proposers
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from engine.steps import (
+    Computing,
+    EngineTimings,
+    Interrupted,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    VerifyRow,
+    no_callback,
+)
 from scheduler.messages import Role, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
 from services.worker.drafting.remote import RemoteProposer
@@ -128,7 +137,9 @@ class StandInEngine:
         self._stored = [[0] * page_size for _ in range(pages)]
         self.kv_store = TokenStore(self._stored, page_size, model_id)
 
-    def step(self, rows: Sequence[Any], computing: Computing = no_callback) -> StepOutcome:
+    def step(
+        self, rows: Sequence[Any], computing: Computing = no_callback, interrupted: Interrupted | None = None
+    ) -> StepOutcome:
         computing()
         self.steps += 1
         started = time.perf_counter()

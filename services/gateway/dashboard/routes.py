@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from importlib import resources
 from typing import Any
@@ -139,7 +139,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
             "accepted_per_position": list(status.speculation.accepted_per_position),
         },
         "replicas": status.replicas.explanation,
-        "drafting": [choice.explanation for choice in status.drafting],
+        "drafting": [*(choice.explanation for choice in status.drafting), *_ahead(status.speculation)],
         "workers": [
             {
                 "id": worker.worker_id,
@@ -150,6 +150,13 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
             for worker in status.workers
         ],
     }
+
+
+def _ahead(figures: scheduler_pb2.SpeculationFigures) -> Iterator[str]:
+    """What draft workers that go ahead of verdicts have brought."""
+    if figures.proposals_ahead:
+        share = figures.proposals_ahead / figures.proposals_asked
+        yield f"{share:.0%} of proposals were there before they were asked for: hid {figures.hidden_seconds:.1f} s"
 
 
 def _kv_usage(status: scheduler_pb2.StatusReply) -> float:

@@ -212,9 +212,13 @@ histogram spec_decode_draft_length core.draft_lengths tokens
 counter drafting_seconds_total statistics.drafting_seconds
     Time that targets took to propose, or waited for a draft worker to.
 counter draft_proposals_asked_total statistics.proposals_asked
-    Rows for which a target asked its draft worker and would wait.
+    Rows that counted on a proposal of a draft worker.
 counter draft_proposals_in_time_total statistics.proposals_in_time
     Those of them that had a proposal in time; the others were decoded plainly.
+counter draft_proposals_ahead_total statistics.proposals_ahead
+    Those of them that had a proposal before it was asked for.
+counter draft_hidden_seconds_total statistics.hidden_seconds
+    Time that targets would have waited for these.
 gauge draft_queue draft_queue
     Sequences that wait for draft workers.
 gauge draft_length_chosen draft_lengths target,draft

@@ -33,8 +33,9 @@ class StatisticsSnapshot:
     Sequences. `outcomes` counts those that ended, by FinishReason, FAILED and REFUSED; `finished`, `failed` and
     `refused` are sums of it. `row_errors` counts rows that a target answered otherwise than asked, by status.
 
-    Draft workers. `proposals_asked` counts the rows for which a target asked its draft worker and would wait,
-    `proposals_in_time` those of them that had a proposal then.
+    Draft workers. `proposals_asked` counts the rows that count on a proposal of theirs, `proposals_in_time` those that
+    had one, and `proposals_ahead` those that had it before it was asked for: targets would have waited for these for
+    `hidden_seconds`.
 
     Prefixes. `prefix_queries` counts the committed positions of sequences when they were opened at a target, and
     `prefix_hits` the positions whose KV a target took over from other sequences instead of computing it.
@@ -82,6 +83,8 @@ class StatisticsSnapshot:
     forced_groups: int = 0
     proposals_asked: int = 0
     proposals_in_time: int = 0
+    proposals_ahead: int = 0
+    hidden_seconds: float = 0.0
     target_steps: int = 0
     packed_rows: int = 0
     padding_rows: int = 0
@@ -233,6 +236,8 @@ class ServiceStatistics(ServiceObserver):
         if (report := answer.drafting) is not None:
             self._proposals_asked += report.asked
             self._proposals_in_time += report.in_time
+            self._proposals_ahead += report.ahead
+            self._hidden_seconds += report.hidden_seconds
         for row, result in zip(step.rows, answer.results, strict=True):
             if result.status is not RowStatus.OK and result.status is not RowStatus.VOID:
                 self._row_errors[result.status.value] += 1
@@ -301,6 +306,8 @@ class ServiceStatistics(ServiceObserver):
             forced_groups=self._forced_groups,
             proposals_asked=self._proposals_asked,
             proposals_in_time=self._proposals_in_time,
+            proposals_ahead=self._proposals_ahead,
+            hidden_seconds=self._hidden_seconds,
             target_steps=sum(target.steps for target in targets),
             packed_rows=sum(target.packed_rows for target in targets),
             padding_rows=sum(target.padding_rows for target in targets),
@@ -333,7 +340,8 @@ class ServiceStatistics(ServiceObserver):
         self._group_sizes: Counter[int] = Counter()
         self._forced_groups = 0
         self._shapes_before = _shapes(core)
-        self._proposals_asked = self._proposals_in_time = 0
+        self._proposals_asked = self._proposals_in_time = self._proposals_ahead = 0
+        self._hidden_seconds = 0.0
         self._draft_busy = self._draft_seconds = 0.0
         self._vacant_at_registration: dict[str, float] = {}
         self._workers_lost: Counter[Role] = Counter()

@@ -197,9 +197,7 @@ class Ahead:
         if self._cost.predict(1 + passes, tokens) > self._left(one):
             return
         if guess is None:
-            path = Path(one.path.kv.fork(self._pool, shared), one.path.tokens.fork(at))
-            path.tokens.extend([other])
-            guess = Guess(path, first, first + missing)
+            guess = Guess(one.path.fork(self._pool, at, other, shared), first, first + missing)
         pages = self._pool.missing(guess.path.kv.table, guess.end)
         if guess.path.kv.table.length >= shared and step.add(one, guess, pages, self._pool.free_pages):
             one.guesses[digest] = guess

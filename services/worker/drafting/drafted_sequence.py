@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.drafting.draft_kv import DraftKv
 from engine.drafting.model_drafting import DraftAnswer, DraftAsk
+from engine.kv.pages import PagePool
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
 
@@ -25,6 +26,14 @@ class Path:
     def grow(self, answer: DraftAnswer) -> None:
         self.alternatives.update(enumerate(answer.alternatives, len(self.tokens)))
         self.tokens.extend(answer.tokens)
+
+    def fork(self, pool: PagePool, length: int, token: int, shared: int) -> Path:
+        """Goes on otherwise behind the first `length` tokens, with another one; on the pages that the first `shared`
+        tokens fill."""
+        tokens = DigestedTokens()
+        tokens.tokens, tokens.digests = self.tokens.tokens[:length], self.tokens.digests[: length + 1]
+        tokens.extend([token])
+        return Path(self.kv.fork(pool, shared), tokens)
 
     def cut(self, length: int) -> None:
         """Nothing is known from there on."""

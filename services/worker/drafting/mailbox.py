@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.drafting.proposer import Asked
 from scheduler.messages import DraftingReport
+from scheduler.speculation.cost_model import MeanSeconds
 from services.worker.drafting.limits import MAX_GUESSES, check_at_most
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.patience import Patience
@@ -24,11 +25,10 @@ class RemoteSequence:
 
     The latest request asked for at most `most` tokens after the prefix with the digest `asked`. Once it is `answered`,
     `tokens` are what is proposed. The `guesses` were proposed ahead, by the digest of the prefix that they follow.
-    `met`: the draft has proposed for the sequence and has little to read for the next proposal, so that steps wait for
-    it.
-    `going_on`: it computes ahead, as it has before and `survived`. `owed`: a stream broke while an answer was due, if
-    only to say that KV is there, or while the draft was ahead; `owing` counts the drafts that the target has left so,
-    in a row.
+    `ahead`: one of them is what is proposed. `met`: the draft has proposed for the sequence and has little to read for
+    the next proposal, so that steps wait for it. `going_on`: it computes ahead, as it has before and `survived`.
+    `owed`: a stream broke while an answer was due, if only to say that KV is there, or while the draft was ahead;
+    `owing` counts the drafts that the target has left so, in a row.
     """
 
     sent: int = 0
@@ -40,6 +40,7 @@ class RemoteSequence:
     met: bool = False
     going_on: bool = False
     survived: bool = False
+    ahead: bool = False
     owed: bool = False
     owing: int = 0
     refused: bool = False
@@ -52,11 +53,12 @@ class RemoteSequence:
         """What was proposed ahead is there at once, and the draft goes on behind it."""
         self.asked, self.most = digest, most
         self.tokens = self.guesses.pop(digest, ())[:most]
-        self.answered = self.going_on = bool(self.tokens)
+        self.answered = self.going_on = self.ahead = bool(self.tokens)
         self.met = self.met or self.answered
 
-    def take_in(self, answer: Answer) -> None:
-        """An answer to another request than the latest is late, and of no use. Raises BadMessageError."""
+    def take_in(self, answer: Answer) -> bool:
+        """Whether it is the answer to the latest request; to another one, it is late and of no use. Raises
+        BadMessageError."""
         self.going_on = answer.goes_on
         if answer.tokens:
             self.met = True
@@ -68,7 +70,7 @@ class RemoteSequence:
                 self.guesses[answer.digest] = answer.tokens
                 if len(self.guesses) > MAX_GUESSES:
                     del self.guesses[next(iter(self.guesses))]
-            return
+            return False
         if answer.ahead:
             answer.tokens = answer.tokens[: self.most]
         name = f"the number of tokens for sequence {answer.sequence_id}"
@@ -76,6 +78,7 @@ class RemoteSequence:
         self.answered = True
         if self.most:
             self.tokens, self.met = answer.tokens, True
+        return not answer.ahead
 
     def forget_stream(self) -> None:
         """The draft of the next stream knows nothing of the sequence."""
@@ -97,6 +100,10 @@ class Mailbox:
         self.patience = Patience()
         self._report = DraftingReport()
         self._refused: list[int] = []
+        self.asked_at = 0.0
+        """The time of the latest request."""
+        self._drafting = MeanSeconds()
+        """From a request to its answer."""
 
     def granted(self) -> None:
         """Another draft worker serves the target. The one before may have died of a sequence for which it owes an
@@ -124,8 +131,8 @@ class Mailbox:
     def deliver(self, answers: Sequence[Answer], unknown: Iterable[int], refused: Iterable[int]) -> None:
         """Raises BadMessageError."""
         for answer in answers:
-            if (one := self.sequences.get(answer.sequence_id)) is not None:
-                one.take_in(answer)
+            if (one := self.sequences.get(answer.sequence_id)) is not None and one.take_in(answer):
+                self._drafting.observe(time.monotonic() - self.asked_at)
         for sequence_id in unknown:
             if (one := self.sequences.get(sequence_id)) is not None:
                 one.forget_stream()
@@ -151,6 +158,9 @@ class Mailbox:
                 self.patience.waited(in_time > 0)
             self._report.asked += sum(one.most > 0 for one in met)
             self._report.in_time += in_time
+            if ahead := sum(one.ahead and one.in_time for one in met):
+                self._report.ahead += ahead
+                self._report.hidden_seconds += self._drafting.seconds
             return [() if one is None else one.tokens[: ask.most] for one, ask in zip(found, asked, strict=True)]
 
     def report(self, connected: bool) -> DraftingReport:

@@ -97,6 +97,7 @@ class RemoteProposer:
                     asked.append(one)
                     room -= one.length if one.opening is not None else 0
         if asked or self._closed_ids:
+            self._mailbox.asked_at = time.monotonic()
             request = draft_pb2.DraftRequest(
                 closed_ids=self._closed_ids,
                 sequences=[one.opening for one in asked if one.opening is not None],

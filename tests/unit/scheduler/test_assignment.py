@@ -11,8 +11,8 @@ from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, Worke
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 CUT_OFF = DraftingReport(connected=False)
-LATE = DraftingReport(True, 4, 1)
-GOOD = DraftingReport(True, 4, 4)
+LATE = DraftingReport(True, 4, 0)
+GOOD = DraftingReport(True, 4, 1)
 
 
 def cell(targets: Iterable[str], drafts: Iterable[str]) -> Driver:
