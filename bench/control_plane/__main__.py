@@ -3,12 +3,12 @@
     python -m bench.control_plane --batch 1 8 64 256
     python -m bench.control_plane --batch 1 8 64 --drafting all
 
-Real processes and real gRPC: a scheduler, one target, one draft worker with `--drafting workers`, and this process as
-the gateway. With `--drafting ahead`, it proposes while the target verifies, as on a device of its own; with `targets`,
-the same draft is inside the target, on its device. `all` measures plain decoding and the three places in turns, five
-times, and compares the medians.
-Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
-on an H100 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time, where only
+Real processes and real gRPC: a scheduler, a target or several, one draft worker with `--drafting workers`, and this
+process as the gateway. With `--drafting ahead`, it proposes while targets verify, as on a device of its own; with
+`targets`, the same draft is inside each target, on its device. `all` measures plain decoding and the three places in
+turns, five times, and compares the medians.
+Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a 0.6B draft take on an
+H200 (bench/core_speed.py). The ideal is the same scheduler core with the same workers in virtual time, where only
 the passes take any; a draft worker takes turns with its target there, as all sequences are in one step. The figures are
 JSON, on one line.
 """
@@ -31,6 +31,7 @@ from bench.record import describe_machine
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch
+from services.scheduler.telemetry.statistics import StatisticsSnapshot
 from services.scheduler_client.remote_stream import RemoteStream
 
 NOWHERE, WORKERS, AHEAD, TARGETS = "nowhere", "workers", "ahead", "targets"
@@ -45,8 +46,11 @@ _TURNS = 5
 class Figures:
     """Tokens per second of all streams together, and their share of the ideal. `scheduler_cpu` is the share of a core
     that the scheduler's process uses. `round_microseconds` tell where a round's time goes: see `Rounds`.
-    `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
+    `core_microseconds` are those of the core alone for each row decision, measured in virtual time. Of the rows that
+    count on a proposal of a draft worker, so many had one `in_time`, and `ahead` of the request; `share_of_rounds` is
+    that of the time for the passes of these very rounds, with those of proposals that were waited for."""
 
+    targets: int
     batch: int
     drafting: str
     tokens_per_second: float
@@ -55,33 +59,37 @@ class Figures:
     scheduler_cpu: float
     round_microseconds: dict[str, float]
     core_microseconds: float
+    in_time: float
+    ahead: float
+    share_of_rounds: float
 
 
-def load_of(batch: int, drafting: str, agreement: float) -> Load:
+def load_of(batch: int, drafting: str, agreement: float, targets: int) -> Load:
     return Load(
-        pool=batch,
-        window=batch,
+        pool=targets * batch,
+        window=targets * batch,
         batch_size=batch,
+        targets=targets,
         policy="auto",
         drafts=0,
         heads=int(drafting != NOWHERE),
         acceptance=agreement,
         longest_output=MAX_LENGTH // 2,
         warm_up=_IDEAL_ROUNDS,
-        rows=2 * _IDEAL_ROUNDS * batch,
+        rows=2 * _IDEAL_ROUNDS * targets * batch,
     )
 
 
 def launches_of(load: Load, pace: Pace, drafting: str, second: float) -> list[WorkerLaunch]:
     settings = {"pace": asdict(pace), "agreement": load.acceptance, "second": second, "batch": load.batch_size}
     settings |= {"inside": drafting == TARGETS, "ahead": drafting == AHEAD}
-    roles = [Role.TARGET, *([Role.DRAFT] if drafting in (WORKERS, AHEAD) else [])]
+    roles = [*[Role.TARGET] * load.targets, *([Role.DRAFT] if drafting in (WORKERS, AHEAD) else [])]
     return [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
 
 
 async def served(load: Load, pace: Pace, drafting: str, second: float, seconds: float) -> tuple[float, Any, Any, float]:
     """Tokens a second, the figures of the scheduler's process before and after, and the seconds between."""
-    counts = [0] * load.batch_size
+    counts = [0] * load.pool
 
     async def read(index: int, stream: RemoteStream) -> None:
         async for emission in stream:
@@ -107,10 +115,12 @@ async def served(load: Load, pace: Pace, drafting: str, second: float, seconds: 
 def compare(load: Load, pace: Pace, asked: argparse.Namespace, drafting: str) -> Figures:
     core = measure(load, pace, latency=0.0)
     ideal = core.emitted_tokens / core.virtual_seconds
-    rate, (_, cpu_before), (of_a_round, cpu_after), elapsed = asyncio.run(
+    rate, (_, cpu_before, _), (of_a_round, cpu_after, counted), elapsed = asyncio.run(
         served(load, pace, drafting, asked.second, asked.seconds)
     )
+    rows = max(1, counted.proposals_asked)
     return Figures(
+        targets=load.targets,
         batch=load.batch_size,
         drafting=drafting,
         tokens_per_second=rate,
@@ -119,7 +129,22 @@ def compare(load: Load, pace: Pace, asked: argparse.Namespace, drafting: str) ->
         scheduler_cpu=(cpu_after - cpu_before) / elapsed,
         round_microseconds=of_a_round,
         core_microseconds=1e6 / core.rows_per_second,
+        in_time=counted.proposals_in_time / rows,
+        ahead=counted.proposals_ahead / rows,
+        share_of_rounds=seconds_of_passes(counted, pace, drafting) / (load.targets * elapsed),
     )
+
+
+def seconds_of_passes(counted: StatisticsSnapshot, pace: Pace, drafting: str) -> float:
+    """Of targets, all together, with the drafting that they waited for: of every step inside, else of those of which
+    no proposal was ahead."""
+    steps, rows = counted.target_steps, max(1, counted.rounds)
+    seconds = pace.target_step * steps + pace.target_row * counted.packed_rows
+    drafted = counted.drafted / rows if drafting == TARGETS else counted.drafted / max(1, counted.proposals_in_time)
+    waited = 1.0
+    if drafting != TARGETS:
+        waited = (counted.proposals_in_time - counted.proposals_ahead) / max(1, counted.proposals_asked)
+    return seconds + steps * waited * drafted * (pace.draft_pass + pace.draft_row * rows / max(1, steps))
 
 
 def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any]:
@@ -127,7 +152,8 @@ def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any
     found: dict[str, list[Figures]] = {place: [] for place in PLACES}
     for _ in range(_TURNS):
         for place in PLACES:
-            found[place].append(compare(load_of(batch, place, asked.agreement), pace, asked, place))
+            load = load_of(batch, place, asked.agreement, asked.targets)
+            found[place].append(compare(load, pace, asked, place))
     rates = {place: median(one.tokens_per_second for one in figures) for place, figures in found.items()}
     rows = [
         asdict(replace(found[place][-1], tokens_per_second=rate, share=rate / found[place][-1].ideal))
@@ -137,6 +163,7 @@ def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any
     ratios = {
         "workers_to_targets": rates[WORKERS] / rates[TARGETS],
         "ahead_to_targets": rates[AHEAD] / rates[TARGETS],
+        "ahead_to_workers": rates[AHEAD] / rates[WORKERS],
         "workers_to_plain": rates[WORKERS] / rates[NOWHERE],
         "targets_to_plain": rates[TARGETS] / rates[NOWHERE],
     }
@@ -145,7 +172,10 @@ def in_turns(batch: int, asked: argparse.Namespace, pace: Pace) -> dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time, of each target"
+    )
+    parser.add_argument("--targets", type=int, default=1, help="each with so many streams; one draft worker")
     parser.add_argument("--drafting", choices=(*PLACES, "all"), default=NOWHERE, help="where the draft runs (nowhere)")
     parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
     parser.add_argument("--second", type=float, default=0.5, help="chance that what is rejected is its second choice")
@@ -154,7 +184,7 @@ def main() -> int:
     if asked.drafting == "all":
         rows = [in_turns(batch, asked, pace) for batch in asked.batch]
     else:
-        loads = [load_of(batch, asked.drafting, asked.agreement) for batch in asked.batch]
+        loads = [load_of(batch, asked.drafting, asked.agreement, asked.targets) for batch in asked.batch]
         rows = [asdict(compare(load, pace, asked, asked.drafting)) for load in loads]
     common = {"processor": describe_machine()["processor"], "pace": asdict(pace), "agreement": asked.agreement}
     common |= {"second": asked.second}

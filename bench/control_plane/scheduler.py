@@ -86,7 +86,8 @@ async def running(
 def run_scheduler(
     connection: Connection, config: SchedulerConfig, endpoints: list[WorkerEndpoint], security: ChannelSecurity
 ) -> None:
-    """Sends its address, and the figures that it has taken each time that something comes. None ends it."""
+    """Sends its address, and the figures that it has taken since something came last, each time that something comes.
+    None ends it."""
     asyncio.run(_serve(connection, config, endpoints, security))
 
 
@@ -105,5 +106,6 @@ async def _serve(
         loop.add_reader(connection.fileno(), lambda: asked.put_nowait(connection.recv()))
         connection.send(address)
         while await asked.get() is not None:
-            connection.send((rounds.take(), time.process_time()))
+            connection.send((rounds.take(), time.process_time(), service.statistics()))
+            service.reset_statistics()
         await server.stop()

@@ -58,22 +58,23 @@ class DraftKv:
         return self.known[self.table.length :]
 
     def end(self, pool: PagePool, tokens: Sequence[int], prefixes: PrefixCache | None, settled: int) -> None:
-        """The table has KV of `tokens` as well. Lets others find the pages that known ones fill. No verdict takes back
-        the first `settled` tokens.
+        """The table has KV of `tokens` as well. Lets others find the pages that the first `settled` tokens fill, which
+        no verdict takes back.
 
         Raises RuntimeError where the table says otherwise.
         """
         self.fed += tokens
         if len(self.fed) != self.table.length:
             raise RuntimeError(f"the draft left KV for {self.table.length} positions, must be {len(self.fed)}")
+        settled = min(len(self.fed), settled)
         if prefixes is not None:
-            prefixes.register(self.table, self.keys, self.fed, min(len(self.fed), len(self.known)))
-        pool.trim(self.table, min(len(self.fed), settled))
+            prefixes.register(self.table, self.keys, self.fed, settled)
+        pool.trim(self.table, settled)
 
     def fork(self, pool: PagePool, length: int) -> DraftKv:
         """That of another way on behind the first `length` tokens, of which all but the last ones have KV already: on
         the pages that they fill."""
-        table = pool.fork(self.table, min(length, self.table.length))
+        table = pool.fork(self.table, min(length, self.agreed, self.table.length))
         fed = self.fed[: table.length]
         return DraftKv(self.keys[: table.length // pool.page_size + 1], [*fed], len(fed), fed, table, pool=pool)
 

@@ -148,7 +148,7 @@ class Mailbox:
         with self.lock:
             found = [self._find(one) for one in asked]
             met = [one for one in found if one is not None and one.met]
-            waits = wait_seconds > 0 and any(one.most for one in met) and not any(one.in_time for one in met)
+            waits = wait_seconds > 0 and any(one.most for one in met)
             if waits:
                 self._wait(met, time.monotonic() + wait_seconds)
             # The draft may have lost or refused some meanwhile: no answer of theirs is due any more.
