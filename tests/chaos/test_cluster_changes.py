@@ -86,6 +86,7 @@ def cell(
             "target": str(target),
             "draft": str(draft),
             "draft_in": "workers",
+            "draft_ahead": "always",
             "served_model_name": MODEL,
             "dtype": "float32",
         },

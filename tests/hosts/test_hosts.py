@@ -131,7 +131,13 @@ def cell(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
         for place, (name, resources) in enumerate(PLACES.items())
     }
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
+        "models": {
+            "target": str(target),
+            "draft": str(draft),
+            "draft_ahead": "always",
+            "served_model_name": MODEL,
+            "dtype": "float32",
+        },
         "engine": ENGINE,
         "scheduling": {"batch_size": 8, "policy": "ragged"},
         "groups": {
