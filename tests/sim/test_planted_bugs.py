@@ -27,7 +27,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker import kv_pages
-from services.worker.drafting import messages
+from services.worker.drafting import ahead, messages
 from services.worker.drafting.mailbox import Mailbox, RemoteSequence
 from services.worker.drafting.messages import Answer
 from services.worker.drafting.service import DrafterService
@@ -161,6 +161,10 @@ def draft_inside_keeps_what_has_ended(patch: Patch) -> None:
     patch.setattr(InsideDrafting, "forget", LocalProposer.forget)
 
 
+def draft_keeps_the_pages_of_wrong_guesses(patch: Patch) -> None:
+    patch.setattr(ahead, "_release", lambda *_: None)
+
+
 def page_keeps_its_key_when_it_is_written_to(patch: Patch) -> None:
     patch.setattr(PagePool, "forget", lambda self, page: None)
 
@@ -266,6 +270,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (every_grant_holds, 18, ("draft crash",), "audit: .*whose grant is for epoch"),
         (draft_keeps_its_targets_while_it_drains, 0, ("draft leaves",), "with DraftGrant.*drafts are"),
         (draft_inside_keeps_what_has_ended, 0, (), "the draft of target. holds"),
+        (draft_keeps_the_pages_of_wrong_guesses, 0, (), "draft-. holds|holds .* pages"),
         (page_keeps_its_key_when_it_is_written_to, 0, (), "must get|has a key"),
         (windows_are_left_too_early, 0, (), "must get|failed unprovoked"),
         (windows_take_no_pages, 0, (), "failed unprovoked"),

@@ -93,13 +93,14 @@ async def running_worker(
     security: ChannelSecurity = OPEN,
     target: VerifyingEngine | None = None,
     draft: Draft | None = None,
+    ahead: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Worker]:
     """`settings` are those of a stand-in, unless there is an engine for the role."""
     server: BaseWorkerServer
     executor = remote = None
     if role is Role.DRAFT:
-        server = DraftServer(draft or StandInEngine(**settings), security=security)
+        server = DraftServer(draft or StandInEngine(**settings), security=security, ahead=ahead)
     else:
         target = target or StandInEngine(**settings)
         remote = RemoteProposer(target.description.vocabulary_size, security)
@@ -182,9 +183,11 @@ async def running_cell(
     observers: Sequence[ServiceObserver] = (),
     target: VerifyingEngine | None = None,
     draft: Draft | None = None,
+    ahead: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Cell]:
-    """A scheduler and workers that are in use: with these engines if given, else stand-ins with these `settings`."""
+    """A scheduler and workers that are in use: with these engines if given, else stand-ins with these `settings`.
+    `ahead`: drafts compute ahead of verdicts."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         service, server = await stack.enter_async_context(
@@ -193,7 +196,7 @@ async def running_cell(
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
         workers = [
             await stack.enter_async_context(
-                running_worker(f"{role.value}-{index}", role, resolve, security, target, draft, **settings)
+                running_worker(f"{role.value}-{index}", role, resolve, security, target, draft, ahead, **settings)
             )
             for role, index in roles
         ]

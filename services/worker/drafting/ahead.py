@@ -23,23 +23,22 @@ from services.worker.drafting.limits import MAX_GUESSES
 from services.worker.drafting.messages import Verdict
 from services.worker.drafting.target_stream import TargetStream
 
-_FEWEST = 2
-"""Tokens of a proposal that are worth a pass for the one before them."""
+_MIN_PROPOSED = 2
+"""A proposal of fewer tokens is not worth the pass for the token before it."""
 
-Found = defaultdict[TargetStream, draft_pb2.Proposals]
-"""What is proposed ahead, by target."""
+ProposalsByTarget = defaultdict[TargetStream, draft_pb2.Proposals]
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is computed ahead in one step, and the pages and time that it takes."""
+    """The guesses that one step computes, and the pages and passes that it takes."""
 
     asked: list[tuple[DraftedSequence, Guess]] = field(default_factory=list)
     pages: int = 0
     work: Work = field(default_factory=Work)
 
     def add(self, one: DraftedSequence, guess: Guess, pages: int, free: int) -> bool:
-        """Whether there are pages for it."""
+        """Returns False if there are no pages for it."""
         if self.pages + pages > free:
             return False
         self.asked.append((one, guess))
@@ -49,140 +48,140 @@ class _Step:
 
 
 class Ahead:
-    """Of all sequences of a draft worker.
+    """Computes guesses for the sequences of a draft worker.
 
-    It goes as far as that ends before the verdict, by what the target's steps and such passes take. Rejections, whose
-    paths share the full pages of what was committed, come after all acceptances.
+    A step takes on what ends before the verdicts, by the measured times of the target's steps and of the draft's own
+    passes. Rejections, whose paths share the full pages of what is committed, come after all acceptances.
     """
 
     def __init__(self, drafting: ModelDrafting, pool: PagePool) -> None:
         self._drafting = drafting
         self._pool = pool
-        self._going: dict[DraftedSequence, TargetStream] = {}
-        """Those for which something is to be computed, the latest verdict last."""
-        self._sent: dict[DraftedSequence, float] = {}
-        """When the target got the proposal that it verifies."""
+        self._open: dict[DraftedSequence, TargetStream] = {}
+        """Sequences with something left to compute, the latest verdict last."""
+        self._started: dict[DraftedSequence, float] = {}
+        """When the target began the step whose verdict comes next."""
         # Of a step, by passes and tokens fed. Tokens cost nothing until they were seen to.
         self._cost = LinearCost((1.0, 0.0), (1.0, TOKEN_SHARE))
 
     def __len__(self) -> int:
-        """Sequences for which there is something to compute."""
-        return len(self._going)
+        """Sequences with something left to compute."""
+        return len(self._open)
 
-    def begin(self, one: DraftedSequence, stream: TargetStream, found: Found) -> bool:
-        """Behind a proposal that is sent, if it is whole. Not behind a single token: who asks for that wants to know
-        what it costs. Sequences with grammars wait for their verdicts."""
+    def start_after_proposal(self, one: DraftedSequence, stream: TargetStream, found: ProposalsByTarget) -> bool:
+        """After a whole proposal that was just sent. Not after a single token, which is asked for to learn what it
+        costs; sequences with grammars wait for their verdicts."""
         if len(one.path) < one.end or one.draft_length < 2 or one.sampling.grammar is not None:
             return False
         one.proposed = one.end
-        # The target may have gone on without the proposal, and most likely with its first token then.
-        self._tell(one, Guess(one.path, one.committed + 1, one.end), stream, found)
-        return self._go(one, stream)
+        # If the target went on without the proposal, its first token most likely comes next.
+        self._publish(one, Guess(one.path, one.committed + 1, one.end), stream, found)
+        return self._start(one, stream)
 
-    def go_with(self, one: DraftedSequence, stream: TargetStream) -> bool:
-        """Behind a verdict for which nothing is proposed, as the target has gone on: its step does not wait."""
+    def start_after_plain_step(self, one: DraftedSequence, stream: TargetStream) -> bool:
+        """After a verdict without a proposal, for a step that goes on without it."""
         if one.draft_length < 2 or one.sampling.grammar is not None:
             return False
         one.proposed = one.committed
-        return self._go(one, stream)
+        return self._start(one, stream)
 
-    def stop(self, one: DraftedSequence) -> None:
-        """Nothing is known of the sequence beyond its last verdict."""
-        self._going.pop(one, None)
-        self._sent.pop(one, None)
+    def discard(self, one: DraftedSequence) -> None:
+        """Forgets everything beyond the sequence's last verdict."""
+        self._open.pop(one, None)
+        self._started.pop(one, None)
         for guess in one.guesses.values():
-            _drop(guess, one.path)
+            _release(guess, one.path)
         one.guesses.clear()
-        one.path.cut(one.committed)
+        one.path.truncate(one.committed)
 
-    def meet(self, one: DraftedSequence, stream: TargetStream, verdict: Verdict) -> Guess | None:
-        """What was computed ahead for the verdict, which holds from now on, and behind which it goes on; None: nothing,
-        and all that was is forgotten."""
+    def match(self, one: DraftedSequence, stream: TargetStream, verdict: Verdict) -> Guess | None:
+        """The guess that the verdict confirms, from which the sequence goes on; None if there is none, and all that was
+        computed ahead is discarded."""
         guess, path = one.guesses.get(verdict.digest), one.path
         if guess is None and one.committed < verdict.length <= len(path):
-            # No proposal was sent for it, but its tokens are there.
+            # Nothing was sent for it, but the path leads there.
             right = path.tokens.digest(verdict.length) == verdict.digest
             guess = Guess(path, verdict.length, len(path)) if right else None
         if guess is None or guess.start != verdict.length or not verdict.draft_length:
-            self.stop(one)
+            self.discard(one)
             return None
         for digest, other in [*one.guesses.items()]:
             if guess.path is not path or other.start <= guess.start:
-                _drop(one.guesses.pop(digest), path, guess.path)
+                _release(one.guesses.pop(digest), path, guess.path)
         if guess.path is not path:
             path.kv.drop()
             one.path = guess.path
         one.committed, one.draft_length = guess.start, verdict.draft_length
         one.proposed = guess.start + min(len(guess), one.draft_length) * guess.sent
-        self._going.pop(one, None)
+        self._open.pop(one, None)
         if guess.sent:
-            self._go(one, stream)
+            self._start(one, stream)
         return guess
 
-    def go_on(self, interrupted: Interrupted) -> Found:
-        """Computes what is missing, unless it is `interrupted`; gives what is complete."""
-        began, step = time.monotonic(), self._chosen()
-        asked = [one.ask(guess.path, guess.end, True) for one, guess in step.asked]
+    def compute(self, interrupted: Interrupted) -> ProposalsByTarget:
+        """One step of the draft, unless it is `interrupted`. Returns the proposals that are complete."""
+        began, step = time.monotonic(), self._plan()
+        asked = [one.request(guess.path, guess.end, True) for one, guess in step.asked]
         answers = self._drafting.propose(asked, interrupted=interrupted)
-        found: Found = defaultdict(draft_pb2.Proposals)
+        found: ProposalsByTarget = defaultdict(draft_pb2.Proposals)
         unfinished = set()
         for (one, guess), answer in zip(step.asked, answers, strict=True):
-            if one not in self._going:
+            if one not in self._open:
                 continue
             path = guess.path
-            path.grow(answer)
+            path.extend(answer)
             if len(path) >= guess.end:
-                self._tell(one, guess, self._going[one], found)
+                self._publish(one, guess, self._open[one], found)
             elif answer.tokens or answer.behind:
                 unfinished.add(one)
             elif path is one.path:
-                self.stop(one)
+                self.discard(one)
             else:
-                _drop(one.guesses.pop(path.tokens.digest(guess.start)), one.path)
-        for one in [*self._going]:
+                _release(one.guesses.pop(path.tokens.digest(guess.start)), one.path)
+        for one in [*self._open]:
             if one not in unfinished:
-                del self._going[one]
+                del self._open[one]
         for stream, proposals in found.items():
-            proposals.goes_on = stream in self._going.values()
+            proposals.goes_on = stream in self._open.values()
         if asked and not interrupted():
-            self.took(time.monotonic() - began, step.work)
+            self.observe_step(time.monotonic() - began, step.work)
         return found
 
-    def took(self, seconds: float, work: Work) -> None:
-        """A step of the draft, whether ahead or not."""
+    def observe_step(self, seconds: float, work: Work) -> None:
+        """Learns what a step of the draft costs, whether it was ahead or not."""
         self._cost.observe(seconds, work.passes, work.tokens)
 
-    def _go(self, one: DraftedSequence, stream: TargetStream) -> bool:
+    def _start(self, one: DraftedSequence, stream: TargetStream) -> bool:
         if one.proposed + 1 + one.draft_length > self._drafting.description.max_sequence_length:
             return False
-        self._sent[one] = time.monotonic()
-        self._going[one] = stream
+        self._started[one] = time.monotonic()
+        self._open[one] = stream
         return True
 
-    def _chosen(self) -> _Step:
-        step, latest_first = _Step(), [*reversed(self._going)]
+    def _plan(self) -> _Step:
+        step, latest_first = _Step(), [*reversed(self._open)]
         of_pass = self._cost.predict(1, len(latest_first))
         for one in latest_first:
             start, most = one.proposed + 1, one.draft_length
             if of_pass:
-                # A pass less than there is time for, since verdict and proposals have a way to go.
-                most = min(most, len(one.path) + int(self._left(one) / of_pass) - 1 - start)
+                # One pass is left out, for the time that verdicts and proposals are on their way.
+                most = min(most, len(one.path) + int(self._seconds_left(one) / of_pass) - 1 - start)
             guess = Guess(one.path, start, start + most)
             pages = self._pool.missing(one.path.kv.table, guess.end)
-            if most < _FEWEST:
-                del self._going[one]
+            if most < _MIN_PROPOSED:
+                del self._open[one]
             elif len(one.path) < guess.end and not step.add(one, guess, pages, self._pool.free_pages):
-                self.stop(one)
-        for place in range(max((one.draft_length for one in self._going), default=0)):
+                self.discard(one)
+        for place in range(max((one.draft_length for one in self._open), default=0)):
             for one in latest_first:
                 at = one.committed + place
                 other = one.path.alternatives.get(at, -1)
-                if one in self._going and at < one.proposed and other >= 0:
-                    self._reject(one, at, other, step)
+                if one in self._open and at < one.proposed and other >= 0:
+                    self._add_rejection(one, at, other, step)
         return step
 
-    def _reject(self, one: DraftedSequence, at: int, other: int, step: _Step) -> None:
-        """Adds the path with the `other` token at this position, where that is not sent yet and fits into the time."""
+    def _add_rejection(self, one: DraftedSequence, at: int, other: int, step: _Step) -> None:
+        """Adds the path with the `other` token at this position, unless it was sent before or takes too long."""
         digest = one.path.tokens.digest_with([other], at)
         guess = one.guesses.get(digest)
         if guess is None and len(one.guesses) < MAX_GUESSES // 2:
@@ -194,7 +193,7 @@ class Ahead:
         else:
             return
         passes, tokens = max(step.work.passes, missing), step.work.tokens + read + missing - 1
-        if self._cost.predict(1 + passes, tokens) > self._left(one):
+        if self._cost.predict(1 + passes, tokens) > self._seconds_left(one):
             return
         if guess is None:
             guess = Guess(one.path.fork(self._pool, at, other, shared), first, first + missing)
@@ -205,11 +204,11 @@ class Ahead:
             one.guesses.pop(digest, None)
             guess.path.kv.drop()
 
-    def _left(self, one: DraftedSequence) -> float:
-        """Seconds until the step of the target ends that verifies the proposal."""
-        return self._going[one].step.seconds - (time.monotonic() - self._sent[one])
+    def _seconds_left(self, one: DraftedSequence) -> float:
+        """Until the target's step ends."""
+        return self._open[one].step.seconds - (time.monotonic() - self._started[one])
 
-    def _tell(self, one: DraftedSequence, guess: Guess, stream: TargetStream, found: Found) -> None:
+    def _publish(self, one: DraftedSequence, guess: Guess, stream: TargetStream, found: ProposalsByTarget) -> None:
         tokens = guess.path.tokens
         digest, proposal = tokens.digest(guess.start), tokens.tokens[guess.start : guess.end]
         guess.sent = True
@@ -222,7 +221,7 @@ class Ahead:
         proposals.tokens.extend(proposal)
 
 
-def _drop(guess: Guess, *kept: Path) -> None:
-    """Frees what a guess holds, unless its path is kept."""
+def _release(guess: Guess, *kept: Path) -> None:
+    """Frees the pages of a guess, unless its path is kept."""
     if guess.path not in kept:
         guess.path.kv.drop()

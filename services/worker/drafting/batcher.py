@@ -18,7 +18,7 @@ from engine.errors import DeviceLostError
 from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.ahead import Ahead, Found
+from services.worker.drafting.ahead import Ahead, ProposalsByTarget
 from services.worker.drafting.drafted_sequence import DraftedSequence, Path, Work
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
@@ -55,7 +55,7 @@ class Batcher:
         self._streams: dict[TargetStream, None] = {}
         self._waiting: dict[DraftedSequence, TargetStream] = {}
         self._ahead = Ahead(drafting, pool)
-        self._goes_ahead = ahead
+        self._ahead_enabled = ahead
         # Of the present batch.
         self._answers: defaultdict[TargetStream, draft_pb2.Proposals] = defaultdict(draft_pb2.Proposals)
         self._answered: defaultdict[TargetStream, list[tuple[DraftedSequence, Sequence[int]]]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Batcher:
         """Frees what the stream's sequences hold. Nothing more is added for it."""
         self._put(stream, None)
 
-    def _go_ahead(self) -> None:
+    def _schedule_ahead(self) -> None:
         with self._lock:
             self._schedule()
 
@@ -134,7 +134,7 @@ class Batcher:
                 self._schedule()
         if len(self._ahead) and self._loop is not None:
             # What is computed ahead begins once answers have left: both would want Python's lock.
-            self._calls.append(partial(self._loop.call_soon, self._go_ahead))
+            self._calls.append(partial(self._loop.call_soon, self._schedule_ahead))
         self._tell()
 
     def _batch(self) -> bool:
@@ -156,18 +156,18 @@ class Batcher:
                 self._refuse(stream, error)
         if not self._waiting and len(self._ahead):
             self._send(self._answers)
-            self._send(self._ahead.go_on(lambda: bool(self._arrived)))
+            self._send(self._ahead.compute(lambda: bool(self._arrived)))
             return False
-        asked, found, work = self._with_pages(self._chosen()), Found(draft_pb2.Proposals), Work()
+        asked, found, work = self._with_pages(self._chosen()), ProposalsByTarget(draft_pb2.Proposals), Work()
         for one in asked:
             work.add(one.path, one.end)
         began = time.monotonic()
-        answers = self._drafting.propose([one.ask(one.path, one.end, self._goes_ahead) for one in asked])
+        answers = self._drafting.propose([one.request(one.path, one.end, self._ahead_enabled) for one in asked])
         if asked:
-            self._ahead.took(time.monotonic() - began, work)
+            self._ahead.observe_step(time.monotonic() - began, work)
         for one, answer in zip(asked, answers, strict=True):
             one.served = self._number
-            one.path.grow(answer)
+            one.path.extend(answer)
             if not answer.behind:
                 self._answer(one, answer)
         for stream, answered in self._answered.items():
@@ -176,8 +176,8 @@ class Batcher:
             proposals.digests.extend([one.path.tokens.digest(one.committed) for one, _ in answered])
             proposals.counts.extend([len(tokens) for _, tokens in answered])
             proposals.tokens.extend([token for _, tokens in answered for token in tokens])
-            if self._goes_ahead:
-                begun = [self._ahead.begin(one, stream, found) for one, tokens in answered if tokens]
+            if self._ahead_enabled:
+                begun = [self._ahead.start_after_proposal(one, stream, found) for one, tokens in answered if tokens]
                 proposals.goes_on = any(begun)
         self._send(self._answers)
         self._send(found)
@@ -204,7 +204,7 @@ class Batcher:
                 continue
             if known.asked < self._number:
                 known.asked_before, known.asked = known.asked, self._number
-            guess = self._ahead.meet(known, stream, verdict)
+            guess = self._ahead.match(known, stream, verdict)
             if guess is not None:
                 known.served = self._number
                 hits += guess.sent
@@ -220,7 +220,8 @@ class Batcher:
                 known.draft_length = verdict.draft_length
                 missed.append(known)
         for one in missed:
-            if not (hits and one.lag <= self._pool.page_size and self._ahead.go_with(one, stream)):
+            # A step that has some proposals goes on without the others.
+            if not (hits and one.lag <= self._pool.page_size and self._ahead.start_after_plain_step(one, stream)):
                 self._waiting[one] = stream
 
     def _may_propose(self, one: DraftedSequence, verdict: Verdict) -> bool:
@@ -247,7 +248,7 @@ class Batcher:
             needed = self._pool.missing(one.path.kv.table, max(one.end - 1, one.committed))
             while reserved + needed > self._pool.free_pages:
                 if idle is None:
-                    self._stop_ahead()
+                    self._discard_ahead()
                     idle = self._idle()
                     continue
                 if not idle or idle[0].served >= one.asked_before:
@@ -268,10 +269,11 @@ class Batcher:
         idle = [one for one in known if one.path.kv.table.length and one not in self._waiting]
         return deque(sorted(idle, key=lambda one: one.served))
 
-    def _stop_ahead(self) -> None:
+    def _discard_ahead(self) -> None:
+        """Frees all pages of what nobody has asked for."""
         for stream in self._streams:
             for one in stream.sequences.values():
-                self._ahead.stop(one)
+                self._ahead.discard(one)
 
     def _answer(self, one: DraftedSequence, answer: DraftAnswer) -> None:
         stream, proposal = self._waiting.pop(one), one.path.tokens.tokens[one.committed : one.end]
@@ -284,7 +286,7 @@ class Batcher:
         one = stream.sequences.pop(sequence_id, None)
         if one is not None:
             self._waiting.pop(one, None)
-            self._ahead.stop(one)
+            self._ahead.discard(one)
             one.path.kv.drop()
 
     def _drop(self, stream: TargetStream) -> None:

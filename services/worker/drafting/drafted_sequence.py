@@ -13,8 +13,8 @@ from scheduler.state.digests import DigestedTokens
 
 @dataclass(slots=True, eq=False)
 class Path:
-    """Tokens of a sequence and their KV. They begin with the target's; behind these are those that the draft has
-    chosen, and by the position of such a one what it would have chosen in its place."""
+    """Tokens of a sequence with their KV: the target's, then those that the draft has chosen. `alternatives` are the
+    draft's second choices, by position."""
 
     kv: DraftKv
     tokens: DigestedTokens
@@ -23,33 +23,32 @@ class Path:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def grow(self, answer: DraftAnswer) -> None:
+    def extend(self, answer: DraftAnswer) -> None:
         self.alternatives.update(enumerate(answer.alternatives, len(self.tokens)))
         self.tokens.extend(answer.tokens)
 
     def fork(self, pool: PagePool, length: int, token: int, shared: int) -> Path:
-        """Goes on otherwise behind the first `length` tokens, with another one; on the pages that the first `shared`
-        tokens fill."""
+        """Another path, with the first `length` tokens and then this one, on the pages that the first `shared` fill."""
         tokens = DigestedTokens()
         tokens.tokens, tokens.digests = self.tokens.tokens[:length], self.tokens.digests[: length + 1]
         tokens.extend([token])
         return Path(self.kv.fork(pool, shared), tokens)
 
-    def cut(self, length: int) -> None:
-        """Nothing is known from there on."""
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens after the first `length`."""
         self.tokens.truncate(length)
         self.alternatives.clear()
 
 
 @dataclass(slots=True)
 class Work:
-    """Of a step of the draft: so many `passes`, which feed so many `tokens`."""
+    """The `passes` of a step of the draft, and the `tokens` that they feed."""
 
     passes: int = 1
     tokens: int = 0
 
     def add(self, path: Path, end: int) -> None:
-        """The tokens that are missing of a path."""
+        """Extends a path to `end`."""
         missing = max(0, end - len(path))
         self.passes = max(self.passes, missing)
         self.tokens += len(path) - path.kv.table.length + max(0, missing - 1)
@@ -57,8 +56,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Guess:
-    """That a verdict will say the first `start` tokens of a path. What follows them up to `end` is the proposal for it,
-    which the target has once it is `sent`."""
+    """The next verdict may be the first `start` tokens of a path. The tokens up to `end` are the proposal for it, which
+    the target has once it is `sent`."""
 
     path: Path
     start: int
@@ -71,12 +70,11 @@ class Guess:
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
-    """The first `committed` tokens of its `path` are the target's. The tokens up to `proposed` are the proposal that
-    the target verifies now, if it came in time. What is computed ahead of the verdict (ahead.py) are further tokens of
-    the path, and `guesses`, by the digest of the prefix.
+    """The first `committed` tokens of its `path` are the target's; those up to `proposed` are the proposal that the
+    target verifies now, if it came in time. `guesses` (ahead.py) are found by the digest of their first tokens.
 
-    `draft_length` is of the latest request. `asked` and `asked_before` number the batches for which the latest two
-    came, `served` the one that computed for the sequence last; 0: none.
+    `draft_length` is that of the latest request. `asked` and `asked_before` are the numbers of the batches in which the
+    latest two requests came, `served` of the last one that computed for the sequence; 0: none.
     """
 
     sequence_id: int
@@ -102,8 +100,8 @@ class DraftedSequence:
         """Of the proposal that was asked for."""
         return self.committed + self.draft_length
 
-    def ask(self, path: Path, end: int, alternatives: bool) -> DraftAsk:
-        """For the tokens of a path that are missing up to `end`."""
+    def request(self, path: Path, end: int, alternatives: bool) -> DraftAsk:
+        """For the tokens that the path lacks up to `end`."""
         tokens, kv = path.tokens.tokens, path.kv
         settled, chosen = tokens[: self.committed], tokens[self.committed :]
         missing = max(0, end - len(path))

@@ -82,6 +82,21 @@ async def test_a_target_is_granted_the_draft_worker_that_is_up_and_asks_it() -> 
         assert 0 < busy <= whole
 
 
+async def test_proposals_that_were_there_before_they_were_asked_for_are_counted() -> None:
+    async with running_cell(ahead=True, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+        first, rest = await begun(backend)
+        assert first + await rest == continuation(prompt_of(1), TOKENS)
+        found = cell.service.statistics()
+        assert 0 < found.proposals_ahead <= found.proposals_in_time
+        assert found.hidden_seconds > 0
+        assert told(cell, "draft_proposals_ahead_total") == {"": found.proposals_ahead}
+        assert told(cell, "draft_hidden_seconds_total") == {"": found.hidden_seconds}
+        async with grpc.aio.insecure_channel(await cell.resolve()) as channel:
+            status = await scheduler_pb2_grpc.SchedulerStub(channel).Status(scheduler_pb2.StatusRequest())
+        assert status.speculation.proposals_ahead == found.proposals_ahead
+        assert status.speculation.hidden_seconds == found.hidden_seconds
+
+
 async def test_a_draft_worker_that_leaves_hands_its_targets_over_first() -> None:
     async with running_cell(drafts=2, step_seconds=0.002) as cell, client(cell.resolve) as backend:
         (target,), drafts = workers_of(cell, Role.TARGET), workers_of(cell, Role.DRAFT)

@@ -435,6 +435,38 @@ def test_a_draft_with_nothing_to_do_proposes_ahead_of_likely_verdicts(folder: Pa
         wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)
 
 
+def test_what_was_computed_ahead_for_a_target_that_died_is_freed(folder: Path) -> None:
+    """And what is computed for another one is kept."""
+    with (
+        running_draft(lambda: load(folder), prefix_cache=False, ahead=True) as draft,
+        grpc.insecure_channel(draft.address) as channel,
+    ):
+
+        def opened(number: int) -> tuple[Any, int]:
+            """A target's stream once the draft has nothing to do any more, and the pages that are free then."""
+            requests, one = SimpleQueue[draft_pb2.DraftRequest | None](), PlayedSequence(1, range(number, number + 9))
+            one.commit(5)
+            call = draft_pb2_grpc.DrafterStub(channel).Propose(iter(requests.get, None))
+            opening = draft_pb2.DraftOpening(
+                protocol_version=PROTOCOL_VERSION, grant=draft.grant(target_id=f"target-{number}")
+            )
+            requests.put(draft_pb2.DraftRequest(opening=opening))
+            requests.put(asking([one], {}))
+            for message in call:
+                if message.ahead and not message.goes_on:
+                    break
+            return call, draft.draft.pool.free_pages
+
+        living, before = opened(1)
+        dead, after = opened(2)
+        # The tokens that are the target's take three pages, and each of four ways on one or two more.
+        assert PAGES - before == before - after >= 3 + 4
+        dead.cancel()
+        wait_until(lambda: draft.draft.pool.free_pages == before, "its pages are free", pause=0.01)
+        living.cancel()
+        wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)
+
+
 def test_a_batch_may_outlive_its_server(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     draft, gate = load(folder), threading.Event()
     with ThreadPoolExecutor(1) as thread:
