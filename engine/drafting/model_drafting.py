@@ -41,8 +41,9 @@ class Draft(Protocol):
 
 @dataclass(slots=True)
 class DraftAsk:
-    """Propose up to `draft_length` tokens (0: only compute KV) after `history`, which no verdict takes back, and the
-    tokens `sampled` behind it. With their `alternatives` (`RowOutcome`)."""
+    """Propose up to `draft_length` tokens (0: only compute KV) after `history` and the tokens `sampled` behind it, with
+    their `alternatives` (`RowOutcome`) if asked. No verdict takes back the first `settled` tokens, by default the
+    history."""
 
     kv: DraftKv
     history: Sequence[int]
@@ -50,6 +51,7 @@ class DraftAsk:
     prompt_length: int
     sampling: SamplingParameters
     draft_length: int
+    settled: int | None = None
     alternatives: bool = False
 
 
@@ -134,10 +136,11 @@ class ModelDrafting:
                 rows.append(row)
         results = self._draft.step(rows, computing, interrupted).rows if rows else []
         for place, row, result in zip(fed, rows, results, strict=True):
-            kv, settled = asked[place].kv, len(asked[place].history)
+            kv, settled = asked[place].kv, asked[place].settled
             if result.error is not None:
                 answers[place] = self._refuse(kv, distrusted=not result.out_of_pages)
                 continue
+            settled = len(asked[place].history) if settled is None else settled
             kv.end(self._draft.pool, [*row.tokens, *result.tokens[:-1]], self._prefixes, settled)
             answers[place].tokens, answers[place].alternatives = result.tokens, result.alternatives
 

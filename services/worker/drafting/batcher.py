@@ -315,8 +315,7 @@ def _follow(one: DraftedSequence, verdict: Verdict) -> bool:
     start, path = verdict.length - len(verdict.tokens), one.path
     if not verdict.length or not 0 <= start <= len(path):
         return False
-    path.tokens.truncate(start)
-    path.kv.truncate(start)
+    path.truncate(start)
     path.tokens.extend(verdict.tokens)
     one.committed = len(path)
     return path.tokens.digests[-1] == verdict.digest

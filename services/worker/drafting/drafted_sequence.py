@@ -37,6 +37,7 @@ class Path:
     def truncate(self, length: int) -> None:
         """Forgets the tokens after the first `length`."""
         self.tokens.truncate(length)
+        self.kv.truncate(length)
         self.alternatives.clear()
 
 
@@ -102,7 +103,7 @@ class DraftedSequence:
 
     def request(self, path: Path, end: int, alternatives: bool) -> DraftAsk:
         """For the tokens that the path lacks up to `end`."""
-        tokens, kv = path.tokens.tokens, path.kv
-        settled, chosen = tokens[: self.committed], tokens[self.committed :]
-        missing = max(0, end - len(path))
-        return DraftAsk(kv, settled, chosen, self.prompt_length, self.sampling, missing, alternatives)
+        missing, tokens = max(0, end - len(path)), path.tokens.tokens
+        return DraftAsk(
+            path.kv, tokens, (), self.prompt_length, self.sampling, missing, self.committed, alternatives=alternatives
+        )
