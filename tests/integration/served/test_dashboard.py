@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,7 +24,8 @@ from services.gateway.settings import GatewaySettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.viewer import StepViews
 from tests.integration.gateway.expected import NoScheduler
-from tests.support.gateway import Gateways, Served, stand_in_gateways
+from tests.support.cells import running_cell
+from tests.support.gateway import Gateways, Served, save_tokenizer, stand_in_gateways
 from tests.support.waiting import LONG, setting, wait_until
 
 KEY, OTHER_KEY = "key-of-a-person", "key-of-another"
@@ -112,6 +114,23 @@ def test_events_are_views(person: httpx.Client, gateways: Gateways) -> None:
         assert sum(figures["accepted_per_position"]) == figures["accepted_tokens"] <= figures["draft_tokens"]
         assert json.loads(next(lines).removeprefix("data: "))["now"] > view["now"]
     wait_until(lambda: not recorded(gateways.service), "the last watcher has gone")
+
+
+def test_views_tell_what_was_proposed_before_it_was_asked_for(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    cell = running_cell(tokenizer_digest=tokenizer.vocabulary_digest.hex(), ahead=True, step_seconds=0.002)
+    pattern = re.compile(r"[1-9]\d*% of proposals were there before they were asked for: hid \d+\.\d s")
+    with Gateways(tokenizer, cell) as gateways, gateways.serve() as served:
+
+        def told() -> bool:
+            """After another answer; the first ones may be there before a draft worker is granted."""
+            body = {"model": "stand-in", "prompt": [20], "max_tokens": 200, "temperature": 0}
+            httpx.post(f"{served.url}/v1/completions", json=body, timeout=LONG).raise_for_status()
+            with httpx.stream("GET", f"{served.url}/dashboard/views", timeout=LONG) as response:
+                line = next(line for line in response.iter_lines() if line.startswith("data: "))
+            return any(map(pattern.fullmatch, json.loads(line.removeprefix("data: "))["drafting"]))
+
+        wait_until(told, "the share of proposals that were there before")
 
 
 def test_no_key_takes_all_places_of_those_who_watch(person: httpx.Client, gateways: Gateways) -> None:
