@@ -103,7 +103,15 @@ async def _serve(
         address = await server.start()
         await service.workers.add(endpoints)
         keep_loaded_objects()
-        loop.add_reader(connection.fileno(), lambda: asked.put_nowait(connection.recv()))
+
+        def received() -> None:
+            try:
+                asked.put_nowait(connection.recv())
+            except EOFError:  # who has started this process is gone
+                loop.remove_reader(connection.fileno())
+                asked.put_nowait(None)
+
+        loop.add_reader(connection.fileno(), received)
         connection.send(address)
         while await asked.get() is not None:
             connection.send((rounds.take(), time.process_time(), service.statistics()))
