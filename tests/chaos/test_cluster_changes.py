@@ -208,40 +208,33 @@ def test_a_gateway_comes_with_open_requests_and_one_that_leaves_ends_its_streams
     assert asyncio.run(load()) == []
 
 
-def test_drafts_leave_and_are_replaced_alone(cell: Cell) -> None:
-    """A second draft comes and leaves; then one of another model takes the first one's place, and targets stay."""
-    _, other = save_tiny_pair("llama", cell.folder / "other-draft", disagreement=0.1)
-    save_tokenizer(other)
-    groups, models = cell.configuration["groups"], {**cell.configuration["models"], "draft": str(other)}
+def test_drafts_come_and_leave(cell: Cell) -> None:
+    """A second one, while streams go on and are drafted for; nothing else is replaced for it."""
+    groups = cell.configuration["groups"]
     two = {**groups, "draft": {**groups["draft"], "replicas": 2}}
-    present = cell.configuration["models"]["draft"]
     application = Application(cell.url, f"127.0.0.1:{cell.grpc_port}", MODEL, 0, {})
     asked = cases(8, max_tokens=380)
     expected = oracle(cell.plain, asked)
     targets = {worker["worker_id"] for worker in cell.workers("TARGET")}
     before = cell.cluster.scheduler()["throughput"]
 
-    def drafts(count: int, model: str) -> bool:
-        return [worker["model_id"] for worker in cell.workers("DRAFT")] == [model] * count
-
     def proposals() -> int:
         return int(cell.cluster.scheduler()["speculation"]["draft_tokens"])
 
-    def change(drafts_then: int, model: str, **changes: Any) -> None:
+    def change(drafts: int, **changes: Any) -> None:
         cell.deploy(**changes)
-        wait_until(lambda: drafts(drafts_then, model), f"{drafts_then} drafts of {model}", 2 * LONG)
+        wait_until(lambda: len(cell.workers("DRAFT")) == drafts, f"{drafts} drafts", 2 * LONG)
         count = proposals()
         wait_until(lambda: proposals() > count, "proposals")
 
     async def load() -> list[str]:
         async with streaming(application) as client, ConstantLoad(client, asked, len(asked)) as load:
             begin = time.monotonic()
-            await asyncio.to_thread(change, 2, present, groups=two)
-            await asyncio.to_thread(change, 1, present)
-            await asyncio.to_thread(change, 1, str(other), models=models)
+            await asyncio.to_thread(change, 2, groups=two)
+            await asyncio.to_thread(change, 1)
             window = Window(begin, time.monotonic())
         longest = pauses(load.records, window)["longest"]
-        print(f"\ndrafts came, left and were replaced: {len(load.records)} streams, longest pause {longest:.1f} s")
+        print(f"\na draft came and left: {len(load.records)} streams, longest pause {longest:.2f} s")
         assert [record for record in load.records if record.refused] == []
         return faults_of(load.records, expected)
 
@@ -249,7 +242,6 @@ def test_drafts_leave_and_are_replaced_alone(cell: Cell) -> None:
     assert {worker["worker_id"] for worker in cell.workers("TARGET")} == targets
     after = cell.cluster.scheduler()["throughput"]
     assert (after["failed"], after["refused"]) == (before["failed"], before["refused"])
-    cell.configuration["models"] = models
 
 
 def test_another_draft_model_and_targets_of_two_ranks_change_no_answer(cell: Cell) -> None:
