@@ -139,7 +139,7 @@ def seconds_of_passes(counted: StatisticsSnapshot, pace: Pace, drafting: str) ->
     """Of targets, all together, with the drafting that they waited for: of every step inside, else of those of which
     no proposal was ahead."""
     steps, rows = counted.target_steps, max(1, counted.rounds)
-    seconds = pace.target_step * steps + pace.target_row * counted.packed_rows
+    seconds = pace.target_step * steps + pace.target_row * (rows + counted.drafted)
     drafted = counted.drafted / rows if drafting == TARGETS else counted.drafted / max(1, counted.proposals_in_time)
     waited = 1.0
     if drafting != TARGETS:

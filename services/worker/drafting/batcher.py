@@ -190,9 +190,10 @@ class Batcher:
             self._forget(stream, sequence_id)
         new = sum(one.sequence_id not in stream.sequences for one in step.verdicts if one.opened is not None)
         check_at_most("the number of sequences", len(stream.sequences) + new, MAX_SEQUENCES, "RESOURCE_EXHAUSTED")
-        hits, missed = 0, list[DraftedSequence]()
+        hits, missed = 0, dict[int, DraftedSequence]()
         for verdict in step.verdicts:
             sequence_id, opened = verdict.sequence_id, verdict.opened
+            missed.pop(sequence_id, None)
             if opened is not None:
                 self._forget(stream, sequence_id)
                 path = Path(DraftKv([opened.cache_scope]), DigestedTokens(opened.tokens))
@@ -209,7 +210,7 @@ class Batcher:
                 known.served = self._number
                 hits += guess.sent
                 if not guess.sent:
-                    missed.append(known)
+                    missed[sequence_id] = known
             elif not _follow(known, verdict):
                 self._forget(stream, sequence_id)
                 self._answers[stream].unknown_ids.append(sequence_id)
@@ -218,8 +219,8 @@ class Batcher:
                 self._answers[stream].refused_ids.append(sequence_id)
             else:
                 known.draft_length = verdict.draft_length
-                missed.append(known)
-        for one in missed:
+                missed[sequence_id] = known
+        for one in missed.values():
             # A step that has some proposals goes on without the others.
             if not (hits and one.lag <= self._pool.page_size and self._ahead.start_after_plain_step(one, stream)):
                 self._waiting[one] = stream

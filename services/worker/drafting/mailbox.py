@@ -142,9 +142,9 @@ class Mailbox:
         self.lock.notify_all()
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
-        """The proposals that are there. Where there is none, waits for the first ones that come for sequences for which
-        the draft has proposed before: so it does for all, or has guessed some verdicts, and goes on for the others as
-        behind a plain step (ahead.py)."""
+        """The proposals that are there. If there is none, waits for the first of sequences for which the draft has
+        proposed before. A draft that has guessed some verdicts of a step sends nothing for its other sequences until
+        the next (ahead.py), so the step does not wait for those."""
         with self.lock:
             found = [self._find(one) for one in asked]
             met = [one for one in found if one is not None and one.met]

@@ -96,6 +96,18 @@ class Healthy:
         self.proposer.close()
 
 
+def test_a_sequence_that_comes_twice_in_a_step_leaves_no_pages(folder: Path) -> None:
+    with running_draft(lambda: load(folder), prefix_cache=False, ahead=True) as draft:
+        with closing(RawTarget(draft.address, opening(draft.grant()))) as target:
+            step = verdict([1, 2, 3], 3, step_seconds=1000)
+            for tokens in ([1, 2, 4], [1, 2, 3, 5]):
+                step.MergeFrom(verdict(tokens, 3))
+            for _ in range(3):
+                target.send(step)
+                next(target.answers)
+        wait_until(lambda: draft.draft.pool.free_pages == PAGES, "all pages are free", pause=0.01)
+
+
 def test_only_grants_that_hold_are_let_in(running: RunningDraft) -> None:
     def refusal(first: draft_pb2.DraftRequest) -> tuple[grpc.StatusCode, str]:
         with closing(RawTarget(running.address, first)) as target:
