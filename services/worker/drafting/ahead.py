@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from engine.drafting.model_drafting import ModelDrafting
+from engine.drafting.model_drafting import DraftAnswer, DraftAsk, ModelDrafting
 from engine.kv.pages import PagePool
 from engine.steps import Interrupted
 from protos import draft_pb2
 from scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
 from services.worker.drafting.drafted_sequence import DraftedSequence, Guess, Path, Work
-from services.worker.drafting.limits import MAX_GUESSES
+from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_GUESSES
 from services.worker.drafting.messages import Verdict
 from services.worker.drafting.target_stream import TargetStream
 
@@ -30,12 +31,14 @@ ProposalsByTarget = defaultdict[TargetStream, draft_pb2.Proposals]
 
 
 @dataclass(slots=True)
-class _Step:
-    """The guesses that one step computes, and the pages and passes that it takes."""
+class AheadStep:
+    """The guesses that one step of the draft computes, and its pages and passes, with those of requests beside them. No
+    guess takes more than `most_passes`."""
 
+    pages: int
+    work: Work
+    most_passes: int
     asked: list[tuple[DraftedSequence, Guess]] = field(default_factory=list)
-    pages: int = 0
-    work: Work = field(default_factory=Work)
 
     def add(self, one: DraftedSequence, guess: Guess, pages: int, free: int) -> bool:
         """Returns False if there are no pages for it."""
@@ -45,6 +48,9 @@ class _Step:
         self.pages += pages
         self.work.add(guess.path, guess.end)
         return True
+
+    def requests(self) -> list[DraftAsk]:
+        return [one.request(guess.path, guess.end, True) for one, guess in self.asked]
 
 
 class Ahead:
@@ -120,11 +126,23 @@ class Ahead:
 
     def compute(self, interrupted: Interrupted) -> ProposalsByTarget:
         """One step of the draft, unless it is `interrupted`. Returns the proposals that are complete."""
-        began, step = time.monotonic(), self._plan()
-        asked = [one.request(guess.path, guess.end, True) for one, guess in step.asked]
-        answers = self._drafting.propose(asked, interrupted=interrupted)
+        began, step = time.monotonic(), self.plan()
+        answers = self._drafting.propose(step.requests(), interrupted=interrupted)
         found: ProposalsByTarget = defaultdict(draft_pb2.Proposals)
-        unfinished = set()
+        unfinished = self.take(step, answers, found)
+        for one in [*self._open]:
+            if one not in unfinished:
+                del self._open[one]
+        for stream, proposals in found.items():
+            proposals.goes_on = stream in self._open.values()
+        if answers and not interrupted():
+            self.observe_step(time.monotonic() - began, step.work)
+        return found
+
+    def take(self, step: AheadStep, answers: Sequence[DraftAnswer], found: ProposalsByTarget) -> set[DraftedSequence]:
+        """Takes in the answers to the requests of a step, and adds the proposals that are complete. Returns the
+        sequences whose are not."""
+        unfinished: set[DraftedSequence] = set()
         for (one, guess), answer in zip(step.asked, answers, strict=True):
             if one not in self._open:
                 continue
@@ -134,18 +152,14 @@ class Ahead:
                 self._publish(one, guess, self._open[one], found)
             elif answer.tokens or answer.behind:
                 unfinished.add(one)
+                if len(path) >= guess.start + _MIN_PROPOSED:
+                    # The verdict may be there before the rest is, which comes after what has interrupted the step.
+                    self._publish(one, replace(guess, end=len(path)), self._open[one], found)
             elif path is one.path:
                 self.discard(one)
             else:
                 _release(one.guesses.pop(path.tokens.digest(guess.start)), one.path)
-        for one in [*self._open]:
-            if one not in unfinished:
-                del self._open[one]
-        for stream, proposals in found.items():
-            proposals.goes_on = stream in self._open.values()
-        if asked and not interrupted():
-            self.observe_step(time.monotonic() - began, step.work)
-        return found
+        return unfinished
 
     def observe_step(self, seconds: float, work: Work) -> None:
         """Learns what a step of the draft costs, whether it was ahead or not."""
@@ -158,19 +172,28 @@ class Ahead:
         self._open[one] = stream
         return True
 
-    def _plan(self) -> _Step:
-        step, latest_first = _Step(), [*reversed(self._open)]
+    def plan(self, pages: int = 0, beside: Work | None = None) -> AheadStep:
+        """What the next step computes; `beside` requests that take so many pages, in no more passes than those take."""
+        if beside is None:
+            step = AheadStep(pages, Work(), MAX_DRAFT_LENGTH + 1)
+        else:
+            step = AheadStep(pages, replace(beside), beside.passes)
+        latest_first = [*reversed(self._open)]
         of_pass = self._cost.predict(1, len(latest_first))
         for one in latest_first:
             start, most = one.proposed + 1, one.draft_length
             if of_pass:
                 # One pass is left out, for the time that verdicts and proposals are on their way.
                 most = min(most, len(one.path) + int(self._seconds_left(one) / of_pass) - 1 - start)
+            if most < _MIN_PROPOSED:
+                del self._open[one]
+                continue
+            most = min(most, len(one.path) + step.most_passes - start)
             guess = Guess(one.path, start, start + most)
             pages = self._pool.missing(one.path.kv.table, guess.end)
             if most < _MIN_PROPOSED:
-                del self._open[one]
-            elif len(one.path) < guess.end and not step.add(one, guess, pages, self._pool.free_pages):
+                continue
+            if len(one.path) < guess.end and not step.add(one, guess, pages, self._pool.free_pages):
                 self.discard(one)
         for place in range(max((one.draft_length for one in self._open), default=0)):
             for one in latest_first:
@@ -180,20 +203,20 @@ class Ahead:
                     self._add_rejection(one, at, other, step)
         return step
 
-    def _add_rejection(self, one: DraftedSequence, at: int, other: int, step: _Step) -> None:
+    def _add_rejection(self, one: DraftedSequence, at: int, other: int, step: AheadStep) -> None:
         """Adds the path with the `other` token at this position, unless it was sent before or takes too long."""
         digest = one.path.tokens.digest_with([other], at)
         guess = one.guesses.get(digest)
         if guess is None and len(one.guesses) < MAX_GUESSES // 2:
             shared = one.committed - one.committed % self._pool.border
-            read, missing, first = at + 1 - shared, one.draft_length, at + 1
+            read, missing, first = at + 1 - shared, min(one.draft_length, step.most_passes), at + 1
         elif guess is not None and not guess.sent:
             shared, first = guess.path.kv.table.length, guess.start
             read, missing = len(guess.path) - shared, guess.end - len(guess.path)
         else:
             return
         passes, tokens = max(step.work.passes, missing), step.work.tokens + read + missing - 1
-        if self._cost.predict(1 + passes, tokens) > self._seconds_left(one):
+        if missing > step.most_passes or self._cost.predict(1 + passes, tokens) > self._seconds_left(one):
             return
         if guess is None:
             guess = Guess(one.path.fork(self._pool, at, other, shared), first, first + missing)

@@ -158,14 +158,23 @@ class Batcher:
             self._send(self._answers)
             self._send(self._ahead.compute(lambda: bool(self._arrived)))
             return False
-        asked, found, work = self._with_pages(self._chosen()), ProposalsByTarget(draft_pb2.Proposals), Work()
+        chosen, found = self._chosen(), ProposalsByTarget(draft_pb2.Proposals)
+        asked, pages = self._with_pages(chosen)
+        work = Work()
         for one in asked:
             work.add(one.path, one.end)
-        began = time.monotonic()
-        answers = self._drafting.propose([one.request(one.path, one.end, self._ahead_enabled) for one in asked])
+        requests = [one.request(one.path, one.end, self._ahead_enabled) for one in asked]
+        began, ahead = time.monotonic(), None
+        if len(self._ahead) and all(one.lag <= self._pool.page_size for one in asked):
+            # What is computed ahead takes part in the passes of requests, which it hardly makes longer.
+            ahead = self._ahead.plan(pages, work)
+            requests += ahead.requests()
+        answers = self._drafting.propose(requests)
         if asked:
-            self._ahead.observe_step(time.monotonic() - began, work)
-        for one, answer in zip(asked, answers, strict=True):
+            self._ahead.observe_step(time.monotonic() - began, work if ahead is None else ahead.work)
+        if ahead is not None:
+            self._ahead.take(ahead, answers[len(asked) :], found)
+        for one, answer in zip(asked, answers[: len(asked)], strict=True):
             one.served = self._number
             one.path.extend(answer)
             if not answer.behind:
@@ -241,8 +250,8 @@ class Batcher:
             return reading
         return [one for one in self._waiting if one.lag <= self._pool.page_size]
 
-    def _with_pages(self, chosen: Sequence[DraftedSequence]) -> list[DraftedSequence]:
-        """Those for which there are pages; the others are answered."""
+    def _with_pages(self, chosen: Sequence[DraftedSequence]) -> tuple[list[DraftedSequence], int]:
+        """Those for which there are pages, and how many they take; the others are answered."""
         fitting: list[DraftedSequence] = []
         reserved, idle = 0, None
         for one in chosen:
@@ -262,7 +271,7 @@ class Batcher:
                 fitting.append(one)
             else:
                 self._answer(one, DraftAnswer(refused=one.asked_before > 0))
-        return fitting
+        return fitting, reserved
 
     def _idle(self) -> deque[DraftedSequence]:
         """Sequences with pages for which nothing is to be computed, the one computed for least lately first."""
