@@ -72,8 +72,8 @@ class DraftKv:
         pool.trim(self.table, settled)
 
     def fork(self, pool: PagePool, length: int) -> DraftKv:
-        """That of another way on behind the first `length` tokens, of which all but the last ones have KV already: on
-        the pages that they fill."""
+        """KV for another continuation of the first `length` tokens, on the pages that those fill: of as many of them as
+        have KV here, up to a border of the pool."""
         table = pool.fork(self.table, min(length, self.agreed, self.table.length))
         fed = self.fed[: table.length]
         return DraftKv(self.keys[: table.length // pool.page_size + 1], [*fed], len(fed), fed, table, pool=pool)

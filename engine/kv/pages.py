@@ -138,10 +138,7 @@ class PagePool:
                 self.forget(run.pages[keep - 1])
             # The last pages are handed out first: the front of a prefix serves more sequences than its end.
             for page in reversed(run.pages[keep:]):
-                if self._references[page] > 1:
-                    self._references[page] -= 1
-                else:
-                    self._drop(page)
+                self._drop(page)
             del run.pages[keep:]
         table.length = length
         return length

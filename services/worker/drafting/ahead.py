@@ -32,12 +32,12 @@ ProposalsByTarget = defaultdict[TargetStream, draft_pb2.Proposals]
 
 @dataclass(slots=True)
 class AheadStep:
-    """The guesses that one step of the draft computes, and its pages and passes, with those of requests beside them. No
-    guess takes more than `most_passes`."""
+    """The guesses that one step of the draft computes. `pages` and `work` are those of the whole step, requests beside
+    the guesses included. No guess takes more than `most_passes`."""
 
-    pages: int
-    work: Work
-    most_passes: int
+    pages: int = 0
+    work: Work = field(default_factory=Work)
+    most_passes: int = MAX_DRAFT_LENGTH + 1
     asked: list[tuple[DraftedSequence, Guess]] = field(default_factory=list)
 
     def add(self, one: DraftedSequence, guess: Guess, pages: int, free: int) -> bool:
@@ -75,9 +75,8 @@ class Ahead:
         return len(self._open)
 
     def start_after_proposal(self, one: DraftedSequence, stream: TargetStream, found: ProposalsByTarget) -> bool:
-        """After a whole proposal that was just sent. Not after a single token, which is asked for to learn what it
-        costs; sequences with grammars wait for their verdicts."""
-        if len(one.path) < one.end or one.draft_length < 2 or one.sampling.grammar is not None:
+        """After a whole proposal that was just sent. Returns whether there is something to compute."""
+        if len(one.path) < one.end or not _may_start(one):
             return False
         one.proposed = one.end
         # If the target went on without the proposal, its first token most likely comes next.
@@ -85,8 +84,8 @@ class Ahead:
         return self._start(one, stream)
 
     def start_after_plain_step(self, one: DraftedSequence, stream: TargetStream) -> bool:
-        """After a verdict without a proposal, for a step that goes on without it."""
-        if one.draft_length < 2 or one.sampling.grammar is not None:
+        """After a verdict without a proposal, for a step that goes on without it. Returns as `start_after_proposal`."""
+        if not _may_start(one):
             return False
         one.proposed = one.committed
         return self._start(one, stream)
@@ -126,7 +125,8 @@ class Ahead:
 
     def compute(self, interrupted: Interrupted) -> ProposalsByTarget:
         """One step of the draft, unless it is `interrupted`. Returns the proposals that are complete."""
-        began, step = time.monotonic(), self.plan()
+        began, step = time.monotonic(), AheadStep()
+        self.fill(step)
         answers = self._drafting.propose(step.requests(), interrupted=interrupted)
         found: ProposalsByTarget = defaultdict(draft_pb2.Proposals)
         unfinished = self.take(step, answers, found)
@@ -172,12 +172,8 @@ class Ahead:
         self._open[one] = stream
         return True
 
-    def plan(self, pages: int = 0, beside: Work | None = None) -> AheadStep:
-        """What the next step computes; `beside` requests that take so many pages, in no more passes than those take."""
-        if beside is None:
-            step = AheadStep(pages, Work(), MAX_DRAFT_LENGTH + 1)
-        else:
-            step = AheadStep(pages, replace(beside), beside.passes)
+    def fill(self, step: AheadStep) -> None:
+        """Adds the guesses that there is time for."""
         latest_first = [*reversed(self._open)]
         of_pass = self._cost.predict(1, len(latest_first))
         for one in latest_first:
@@ -201,7 +197,6 @@ class Ahead:
                 other = one.path.alternatives.get(at, -1)
                 if one in self._open and at < one.proposed and other >= 0:
                     self._add_rejection(one, at, other, step)
-        return step
 
     def _add_rejection(self, one: DraftedSequence, at: int, other: int, step: AheadStep) -> None:
         """Adds the path with the `other` token at this position, unless it was sent before or takes too long."""
@@ -242,6 +237,12 @@ class Ahead:
         proposals.digests.append(digest)
         proposals.counts.append(len(proposal))
         proposals.tokens.extend(proposal)
+
+
+def _may_start(one: DraftedSequence) -> bool:
+    """Not after a single token, which is asked for to learn what it costs; sequences with grammars wait for their
+    verdicts."""
+    return one.draft_length >= _MIN_PROPOSED and one.sampling.grammar is None
 
 
 def _release(guess: Guess, *kept: Path) -> None:

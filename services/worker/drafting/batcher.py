@@ -18,7 +18,7 @@ from engine.errors import DeviceLostError
 from engine.kv.pages import PagePool
 from protos import draft_pb2
 from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.ahead import Ahead, ProposalsByTarget
+from services.worker.drafting.ahead import Ahead, AheadStep, ProposalsByTarget
 from services.worker.drafting.drafted_sequence import DraftedSequence, Path, Work
 from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
 from services.worker.drafting.messages import Verdict, VerdictsOfStep
@@ -37,7 +37,7 @@ class Batcher:
     nobody has asked for since it was asked for before itself; where there are none, it gets no proposal the first time,
     and is refused the second.
 
-    With `ahead`, it goes on behind its proposals while nobody waits (ahead.py).
+    With `ahead`, it computes proposals for likely verdicts while nobody waits, and beside requests (ahead.py).
 
     A device that is lost ends the process: its targets go on without it.
     """
@@ -158,22 +158,18 @@ class Batcher:
             self._send(self._answers)
             self._send(self._ahead.compute(lambda: bool(self._arrived)))
             return False
-        chosen, found = self._chosen(), ProposalsByTarget(draft_pb2.Proposals)
-        asked, pages = self._with_pages(chosen)
-        work = Work()
+        (asked, pages), work = self._with_pages(self._chosen()), Work()
         for one in asked:
             work.add(one.path, one.end)
         requests = [one.request(one.path, one.end, self._ahead_enabled) for one in asked]
-        began, ahead = time.monotonic(), None
+        began, ahead = time.monotonic(), AheadStep(pages, work, work.passes)
         if len(self._ahead) and all(one.lag <= self._pool.page_size for one in asked):
-            # What is computed ahead takes part in the passes of requests, which it hardly makes longer.
-            ahead = self._ahead.plan(pages, work)
-            requests += ahead.requests()
-        answers = self._drafting.propose(requests)
-        if asked:
-            self._ahead.observe_step(time.monotonic() - began, work if ahead is None else ahead.work)
-        if ahead is not None:
-            self._ahead.take(ahead, answers[len(asked) :], found)
+            # Guesses take part in the passes of requests, which they hardly make longer, but not in reading prompts.
+            self._ahead.fill(ahead)
+        answers, found = self._drafting.propose(requests + ahead.requests()), ProposalsByTarget(draft_pb2.Proposals)
+        if answers and self._ahead_enabled:
+            self._ahead.observe_step(time.monotonic() - began, work)
+        self._ahead.take(ahead, answers[len(asked) :], found)
         for one, answer in zip(asked, answers[: len(asked)], strict=True):
             one.served = self._number
             one.path.extend(answer)
@@ -199,7 +195,7 @@ class Batcher:
             self._forget(stream, sequence_id)
         new = sum(one.sequence_id not in stream.sequences for one in step.verdicts if one.opened is not None)
         check_at_most("the number of sequences", len(stream.sequences) + new, MAX_SEQUENCES, "RESOURCE_EXHAUSTED")
-        hits, missed = 0, dict[int, DraftedSequence]()
+        guessed, missed = False, dict[int, DraftedSequence]()
         for verdict in step.verdicts:
             sequence_id, opened = verdict.sequence_id, verdict.opened
             missed.pop(sequence_id, None)
@@ -217,7 +213,7 @@ class Batcher:
             guess = self._ahead.match(known, stream, verdict)
             if guess is not None:
                 known.served = self._number
-                hits += guess.sent
+                guessed |= guess.sent
                 if not guess.sent:
                     missed[sequence_id] = known
             elif not _follow(known, verdict):
@@ -231,7 +227,7 @@ class Batcher:
                 missed[sequence_id] = known
         for one in missed.values():
             # A step that has some proposals goes on without the others.
-            if not (hits and one.lag <= self._pool.page_size and self._ahead.start_after_plain_step(one, stream)):
+            if not (guessed and one.lag <= self._pool.page_size and self._ahead.start_after_plain_step(one, stream)):
                 self._waiting[one] = stream
 
     def _may_propose(self, one: DraftedSequence, verdict: Verdict) -> bool:

@@ -130,9 +130,12 @@ class Mailbox:
 
     def deliver(self, answers: Sequence[Answer], unknown: Iterable[int], refused: Iterable[int]) -> None:
         """Raises BadMessageError."""
+        answered = False
         for answer in answers:
-            if (one := self.sequences.get(answer.sequence_id)) is not None and one.take_in(answer):
-                self._drafting.observe(time.monotonic() - self.asked_at)
+            if (one := self.sequences.get(answer.sequence_id)) is not None:
+                answered |= one.take_in(answer)
+        if answered:
+            self._drafting.observe(time.monotonic() - self.asked_at)
         for sequence_id in unknown:
             if (one := self.sequences.get(sequence_id)) is not None:
                 one.forget_stream()
