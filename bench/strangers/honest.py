@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ class Streams:
     gaps: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     tokens: int = 0
+    received_bytes: int = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -33,18 +35,29 @@ class Streams:
             for _ in range(self.count):
                 group.create_task(self._for_ever())
 
+    async def answer(self, prompts: Iterable[str]) -> None:
+        """Until each prompt has an answer."""
+        remaining = iter(prompts)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.count):
+                group.create_task(self._each_of(remaining))
+
+    async def _each_of(self, remaining: Iterator[str]) -> None:
+        for prompt in remaining:
+            await self._stream(prompt)
+
     async def _for_ever(self) -> None:
         while True:
             try:
-                await self._stream()
+                await self._stream(_PROMPT)
             except httpx.HTTPError as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
 
-    async def _stream(self) -> None:
+    async def _stream(self, prompt: str) -> None:
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": _PROMPT}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -56,6 +69,7 @@ class Streams:
                 await asyncio.sleep(0.1)
                 return
             async for line in answer.aiter_lines():
+                self.received_bytes += len(line) + 1
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:

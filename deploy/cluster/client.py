@@ -6,8 +6,10 @@ import itertools
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 from deploy.cluster.local_ray import own_ray_environment
@@ -83,20 +85,24 @@ def stop_application(app_name: str, started_serve: bool) -> None:
 def application_state(app_name: str) -> dict[str, Any]:
     """What Serve says of the application, as plain data: `status` (NOT_STARTED where Serve does not know it),
     `message`, and by name `deployments`, each with `status`, `message` and the numbers of `replicas` by state."""
-    from ray import serve
-
-    application = serve.status().applications.get(app_name)
+    client = serve_client()
+    # `serve.status()` says the same, and takes 20 ms of CPU for it.
+    application = client.get_serve_details()["applications"].get(app_name) if client is not None else None
     if application is None:
         return {"status": "NOT_STARTED", "message": "", "deployments": {}}
     deployments = {
         name: {
-            "status": one.status.value,
-            "replicas": {str(getattr(state, "value", state)): count for state, count in one.replica_states.items()},
-            "message": one.message,
+            "status": _plain(one["status"]),
+            "replicas": dict(Counter(_plain(replica["state"]) for replica in one["replicas"])),
+            "message": one["message"],
         }
-        for name, one in application.deployments.items()
+        for name, one in application["deployments"].items()
     }
-    return {"status": application.status.value, "message": application.message, "deployments": deployments}
+    return {"status": _plain(application["status"]), "message": application["message"], "deployments": deployments}
+
+
+def _plain(state: Enum | str) -> str:
+    return str(state.value if isinstance(state, Enum) else state)
 
 
 def gateway_nodes(app_name: str) -> tuple[str, list[str]]:
