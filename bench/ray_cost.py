@@ -2,9 +2,9 @@
 
     python -m bench.ray_cost --prompts FILE --output ray_cost.json
 
-Each turn starts the server anew, and asks it with several numbers of streams: every stream sends one request after the
-other, each with a prompt of its own. Ratios are of servers that ran one after the other. What Ray takes even if nobody
-uses it is the floor: it is measured as plain processes beside a Ray with deployments that do nothing.
+Both servers are up all the time, and the processes of the one that is not asked are stopped, so turns are short and a
+machine that others share slows both alike. In a third mode Ray goes on while plain processes are asked: this is the
+floor, what Ray takes even if nobody uses it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import json
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
-from bench.idle import empty_application
 from bench.record import write_result
 from bench.served import Served, serving
 from bench.strangers.honest import Streams
@@ -39,17 +38,20 @@ _LONGEST_PROMPT = 400
 """Characters: most of the time is to be decoding."""
 _MAX_TOKENS = 64
 _WARM_REQUESTS = 8
-_SETTLE_SECONDS = 10.0
+_SETTLE_SECONDS = 15.0
 """After the start, in which Ray is still busy with itself."""
 _CALL_SECONDS = 120.0
+_OTHER_PORTS = {"gateway": {"port": 8100, "grpc_port": 8101}}
+
+Figures = dict[str, float]
 
 
-def asked(served: Served, prompts: Sequence[str], streams: int, requests: int) -> dict[str, float]:
-    """A client's figures of so many requests, and the CPU time of all processes of the server for each token."""
+def asked(served: Served, prompts: Sequence[str], streams: int) -> Figures:
+    """A client's figures, one request for each prompt, and the CPU time of all of the server's processes."""
     processes = [served.process, *served.process.children(recursive=True)]
     before = {process: sum(process.cpu_times()[:2]) for process in processes}
     began = time.monotonic()
-    client = asyncio.run(_answered(served.url, prompts[:requests], streams))
+    client = asyncio.run(_answered(served.url, prompts, streams))
     seconds = time.monotonic() - began
     if client.failures:
         raise RuntimeError(f"a request failed: {client.failures[0]}")
@@ -70,36 +72,57 @@ async def _answered(url: str, prompts: Sequence[str], count: int) -> Streams:
         return streams
 
 
-def turn(mode: str, prompts: Sequence[str], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """One start of the server; then its figures by number of streams, of so many requests."""
-    with ExitStack() as running:
-        if mode == BESIDE_RAY:
-            folder = running.enter_context(tempfile.TemporaryDirectory(prefix="idle-"))
-            running.enter_context(empty_application(Path(folder)))
-        served = running.enter_context(serving({}, mode != ON_RAY, lambda line: None))
-        found: dict[str, Any] = {"start_seconds": served.seconds}
-        time.sleep(_SETTLE_SECONDS)
-        asked(served, prompts, 2, _WARM_REQUESTS)
-        for streams, requests in sizes.items():
-            found[_name(streams)] = asked(served, prompts, streams, requests)
+@contextmanager
+def _stopped(served: Served) -> Iterator[None]:
+    """None of the server's processes runs in the block."""
+    processes = [served.process, *served.process.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in reversed(processes):
+            process.resume()
+
+
+def turn(
+    number: int, on_ray: Served, without: Served, prompts: Sequence[str], sizes: Mapping[int, int]
+) -> dict[str, dict[str, Figures]]:
+    """By number of streams and mode; the modes take turns in coming first."""
+    found: dict[str, dict[str, Figures]] = {}
+    for streams, requests in sizes.items():
+        modes = deque((ON_RAY, WITHOUT_RAY, BESIDE_RAY))
+        modes.rotate(number)
+        own = found[f"{streams} streams"] = {}
+        for mode in modes:
+            if mode == ON_RAY:
+                with _stopped(without):
+                    own[mode] = asked(on_ray, prompts[:requests], streams)
+            elif mode == WITHOUT_RAY:
+                with _stopped(on_ray):
+                    own[mode] = asked(without, prompts[:requests], streams)
+            else:
+                own[mode] = asked(without, prompts[:requests], streams)
     return found
 
 
-def _ratios(turns: Sequence[dict[str, dict[str, Any]]], above: str, below: str) -> dict[str, dict[str, float]]:
+def _ratios(turns: Sequence[dict[str, dict[str, Figures]]], above: str, below: str) -> dict[str, Figures]:
     """Of one mode to another, by number of streams: medians over turns."""
     names = ("tokens_per_second", "first_token_seconds", "server_cpu_ms_per_token")
-    counts = [count for count in turns[0][above] if count != "start_seconds"]
     return {
-        count: {
-            name: statistics.median(one[above][count][name] / one[below][count][name] for one in turns)
+        streams: {
+            name: statistics.median(one[streams][above][name] / one[streams][below][name] for one in turns)
             for name in names
         }
-        for count in counts
+        for streams in turns[0]
     }
 
 
-def _name(streams: int) -> str:
-    return f"{streams} streams"
+def _shown(one: dict[str, dict[str, Figures]]) -> str:
+    return "; ".join(
+        f"{streams}: " + ", ".join(f"{mode} {figures['tokens_per_second']:.1f}" for mode, figures in found.items())
+        for streams, found in one.items()
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -107,20 +130,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompts", type=Path, help="JSON lines as `spool generate` reads them; else built-in prompts")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 96], help="for each number of streams")
+    parser.add_argument("--requests", type=int, nargs="+", default=[12, 40, 64], help="for each number of streams")
     parser.add_argument("--output", type=Path, default=Path("ray_cost.json"))
     arguments = parser.parse_args(argv)
     texts = [prompt.shown for prompt in load_prompts(arguments.prompts, None)]
     short = [text for text in texts if len(text) <= _LONGEST_PROMPT]
     sizes = dict(zip(arguments.streams, arguments.requests, strict=True))
     prompts = list(islice(cycle(short), max(arguments.requests)))
-    turns: list[dict[str, dict[str, Any]]] = []
-    for number in range(arguments.turns):
-        modes = deque((ON_RAY, WITHOUT_RAY, BESIDE_RAY))
-        modes.rotate(number)
-        turns.append({mode: turn(mode, prompts, sizes) for mode in modes})
-        say(f"turn {number + 1}: {json.dumps(_ratios(turns[-1:], ON_RAY, WITHOUT_RAY))}")
-    result = {
+    turns: list[dict[str, dict[str, Figures]]] = []
+    with serving({}, False, lambda line: None) as on_ray, serving(_OTHER_PORTS, True, lambda line: None) as without:
+        time.sleep(_SETTLE_SECONDS)
+        for served in (on_ray, without):
+            asked(served, prompts[:_WARM_REQUESTS], 2)
+        for number in range(arguments.turns):
+            turns.append(turn(number, on_ray, without, prompts, sizes))
+            say(f"turn {number + 1}: {_shown(turns[-1])}")
+    result: dict[str, Any] = {
         "on Ray to without": _ratios(turns, ON_RAY, WITHOUT_RAY),
         "floor: without, beside an idle Ray, to without": _ratios(turns, BESIDE_RAY, WITHOUT_RAY),
         "on Ray to without, beside an idle Ray": _ratios(turns, ON_RAY, BESIDE_RAY),
