@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import statistics
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from bench.record import write_result
 from bench.served import Served, serving
