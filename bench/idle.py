@@ -27,11 +27,10 @@ import psutil
 from bench.record import write_result
 from bench.served import serving
 from deploy.cluster.client import connected
-from deploy.cluster.local_ray import start_ray
+from deploy.cluster.local_ray import LocalRay
 from deploy.cluster.served_state import STATE_VARIABLE, StateFolder
 from deploy.config.spool_config import RaySettings
 from deploy.progress import say
-from deploy.ray_app.serve_options import PROXIES
 
 _SETTLE_SECONDS = 20.0
 """After the start, during which caches fill and first checks are made."""
@@ -44,12 +43,12 @@ def empty_application(folder: Path) -> Iterator[psutil.Process]:
     """Deployments that do nothing, on a Ray as Spool starts one."""
     os.environ[STATE_VARIABLE] = str(folder)
     state = StateFolder()
-    ray = start_ray("empty", RaySettings(), state)
+    ray = LocalRay("empty", RaySettings(), state)
     try:
+        ray.wait_until_up()
         with connected(ray.address, state):
             from ray import serve
 
-            serve.start(proxy_location=PROXIES)
             empty = serve.deployment(type("Empty", (), {}), ray_actor_options={"num_cpus": 0})
             for number in range(_DEPLOYMENTS):
                 serve.run(empty.bind(), name=f"empty-{number}", route_prefix=None)

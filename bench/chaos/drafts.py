@@ -143,7 +143,6 @@ class Cell:
                 launch.name,
                 str(self.folder),
                 self.config.plain(),
-                scheduler=self.scheduler_address,
                 role=launch.role.value,
                 engine=dict(launch.settings),
             )

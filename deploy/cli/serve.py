@@ -34,7 +34,7 @@ from deploy.cluster.client import (
     stop_application,
 )
 from deploy.cluster.deployment import deploy, watch
-from deploy.cluster.local_ray import start_ray
+from deploy.cluster.local_ray import LocalRay
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
@@ -91,11 +91,12 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     _check_secrets(config)
     check_ports(config)
     reporter = Reporter()
-    prepare_models(config, reporter)
     reporter.stage("ray", "starting", None)
-    ray = start_ray(app_name, config.ray, state)
-    reporter.stage("ray", "started", None)
+    ray = LocalRay(app_name, config.ray, state)
     try:
+        prepare_models(config, reporter)
+        ray.wait_until_up()
+        reporter.stage("ray", "started", None)
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
             deploy(config, Reporter())
             served = _served(config, ray.address, ray.process_id, ray_log_folder(), started_serve=True)

@@ -10,7 +10,8 @@ from deploy.cluster.client import application_state, first_line, reason_of_failu
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError
 from deploy.progress import Reporter
-from deploy.ray_app.serve_options import PROXIES, serve_content
+from deploy.ray_app import PROXIES
+from deploy.ray_app.serve_options import serve_content
 
 _POLL_SECONDS = 0.3
 _WATCH_SECONDS = 5.0

@@ -45,16 +45,29 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
 
 
 class LocalRay:
-    """A Ray that was started here. Unless `detach` is called, it ends with this process."""
+    """A Ray, with Serve on it, that is started here. Unless `detach` is called, it ends with this process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
-        self._process = process
-        self.address = address
+    def __init__(self, app_name: str, settings: RaySettings, state: StateFolder) -> None:
+        """Begins to start it: `wait_until_up` before it is used. Raises RunError."""
+        self._app_name, self._settings, self._state = app_name, settings, state
+        self._process = _start_process(app_name, settings, state)
+        self.address = ""
         self.attached = True
 
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    def wait_until_up(self) -> None:
+        """Raises RunError with Ray's own reason."""
+        try:
+            self.address = self._address_of_process()
+        except RunError as error:
+            # Ray gives its processes 30 s to start, which on a busy machine may be too little.
+            if "timed out during startup" not in str(error):
+                raise
+            self._process = _start_process(self._app_name, self._settings, self._state)
+            self.address = self._address_of_process()
 
     def detach(self) -> None:
         """Lets it live on after this process."""
@@ -72,19 +85,23 @@ class LocalRay:
             self._process.kill()
             self._process.wait()
 
-
-def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
-    """Raises RunError with Ray's own reason."""
-    try:
-        return _start_ray(app_name, settings, state)
-    except RunError as error:
-        # Ray gives its processes 30 s to start, which on a busy machine may be too little.
-        if "timed out during startup" not in str(error):
+    def _address_of_process(self) -> str:
+        try:
+            line = self._process.stdout.readline() if self._process.stdout is not None else b""
+            event = json.loads(line) if line else {}
+        except BaseException:
+            self._process.kill()
             raise
-        return _start_ray(app_name, settings, state)
+        if event.get("event") != "ready":
+            self._process.kill()
+            self._process.wait()
+            reason = event.get("error") or f"it ended with exit code {self._process.returncode}"
+            raise RunError(f"Ray did not start: {reason} (log: {self._state.ray_log(self._app_name)})")
+        address: str = event["address"]
+        return address
 
 
-def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
+def _start_process(app_name: str, settings: RaySettings, state: StateFolder) -> subprocess.Popen[bytes]:
     folder = _folder(app_name)
     sizes = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
     options = {"_temp_dir": str(folder), "include_dashboard": settings.dashboard, **sizes}
@@ -95,9 +112,8 @@ def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Loca
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink()
-    log_file = state.ray_log(app_name)
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
+    with state.ray_log(app_name).open("wb") as log:
+        return subprocess.Popen(
             # -P: a folder named `deploy` where the user happens to be must not come before ours.
             [sys.executable, "-P", "-m", "deploy.cluster.ray_process", arguments],
             stdin=subprocess.PIPE,
@@ -107,18 +123,6 @@ def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Loca
             # Ctrl-C goes to the whole foreground group; who started it decides when it stops.
             start_new_session=True,
         )
-    try:
-        line = process.stdout.readline() if process.stdout is not None else b""
-        event = json.loads(line) if line else {}
-    except BaseException:
-        process.kill()
-        raise
-    if event.get("event") != "ready":
-        process.kill()
-        process.wait()
-        reason = event.get("error") or f"it ended with exit code {process.returncode}"
-        raise RunError(f"Ray did not start: {reason} (log: {log_file})")
-    return LocalRay(process, event["address"])
 
 
 def stop_ray(app_name: str, process_id: int, state: StateFolder) -> None:

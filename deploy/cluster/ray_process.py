@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from deploy.ray_app import PROXIES
 from engine.errors import one_line
 from services.worker.process import EventPipe
 
@@ -52,6 +53,8 @@ def _run(options: dict[str, Any], events: EventPipe, stop: threading.Event) -> N
     # Ray has taken them for itself.
     _stop_at_signals(stop)
     try:
+        # Here, so that Serve's controller starts while whoever waits is still busy with models.
+        serve.start(proxy_location=PROXIES)
         events.send("ready", address=context.address_info["gcs_address"], process_id=os.getpid())
         stop.wait()
         serve.shutdown()

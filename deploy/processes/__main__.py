@@ -51,6 +51,7 @@ async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -
         port=surroundings.task.port,
         stop_seconds=_SCHEDULER_STOP_SECONDS,
     )
+    surroundings.publish_address(address)
     return Up(address, server.check_health)
 
 

@@ -21,7 +21,7 @@ _RESTART_SECONDS = 1.0
 async def running_cell(
     config: SpoolConfig, workers: Sequence[WorkerLaunch], security: ChannelSecurity, folder: Path, progress: Progress
 ) -> AsyncIterator[tuple[ChildGroup, str]]:
-    """Yields the group of all processes, which are up then, and the scheduler's address.
+    """Yields the group of all processes, which start side by side and are up then, and the scheduler's address.
 
     `folder` takes their logs, one file each. Raises ProcessStartError for a process that does not start; then none is
     left running. All processes end with this one, however it ends.
@@ -35,7 +35,7 @@ async def running_cell(
         return ChildProcess(task.name, command, folder / f"{task.name}.log", progress)
 
     def worker(launch: WorkerLaunch) -> ChildProcess:
-        task = replace(others, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
+        task = replace(hiding, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
         variables = compute_environment(launch.threads, config.engine.cpu_isa)
         return child("worker", task, hidden | variables | config.group(launch.role).environment)
 
@@ -43,11 +43,9 @@ async def running_cell(
     hidden = {name: "" for name in (config.auth.api_keys_env, config.auth.metrics_keys_env) if name is not None}
     group = ChildGroup(lambda name, reason: progress(name, reason, None), _RESTART_SECONDS)
     async with group:
-        first = Task("scheduler", str(folder), config.without_client_keys().plain())
-        scheduler = child("scheduler", first, hidden)
-        await group.start(scheduler)
-        others = replace(first, scheduler=scheduler.address)
-        serving = replace(others, settings=config.plain())
+        hiding = Task("scheduler", str(folder), config.without_client_keys().plain())
+        serving = replace(hiding, settings=config.plain())
+        scheduler = child("scheduler", hiding, hidden)
         gateways = [replace(serving, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
-        await group.start(*(child("gateway", task, {}) for task in gateways), *map(worker, workers))
+        await group.start(scheduler, *(child("gateway", task, {}) for task in gateways), *map(worker, workers))
         yield group, scheduler.address

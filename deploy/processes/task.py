@@ -32,13 +32,12 @@ logger = logging.getLogger(__name__)
 class Task:
     """What one process does: `settings` is the configuration as plain data, `port` where a scheduler listens (0: any).
 
-    `scheduler` is the scheduler's address, for all others; `role` and `engine` are a worker's.
+    `folder` is that of all processes of the cell; `role` and `engine` are a worker's.
     """
 
     name: str
     folder: str
     settings: dict[str, Any]
-    scheduler: str = ""
     role: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
     port: int = 0
@@ -66,9 +65,22 @@ class Surroundings:
         """Whether the parent ends, and all its processes: our standard input has ended."""
         return bool(select.select([0], [], [], 0)[0])
 
+    @property
+    def _address_file(self) -> Path:
+        return Path(self.task.folder) / "scheduler.address"
+
+    def publish_address(self, address: str) -> None:
+        """The scheduler's, for `find_scheduler` in the other processes. It keeps it when it is started again."""
+        unfinished = self._address_file.with_suffix(".unfinished")
+        unfinished.write_text(address, encoding="utf-8")
+        unfinished.replace(self._address_file)
+
     async def find_scheduler(self) -> str:
-        """The address of the scheduler, which keeps it when it is started again."""
-        return self.task.scheduler
+        """Raises ConnectionError while there has been none: the processes of a cell start side by side."""
+        try:
+            return self._address_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConnectionError("the scheduler has not started yet") from None
 
 
 class FileEpochs:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from scheduler.messages import Role
 
+PROXIES = "Disabled"
+"""Where Serve's own HTTP proxies run: gateways listen themselves."""
+
 GATEWAY = "Gateway"
 _SCHEDULER = "Scheduler"
 _WORKERS: Mapping[Role, str] = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}

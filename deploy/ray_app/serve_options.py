@@ -9,10 +9,7 @@ import yaml
 from deploy.autoscaling.reporter import autoscaling_rules
 from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app import GATEWAY, scheduler_name, workers_name
-
-PROXIES = "Disabled"
-"""Where Serve's own HTTP proxies run: gateways listen themselves."""
+from deploy.ray_app import GATEWAY, PROXIES, scheduler_name, workers_name
 
 IMPORT_PATH = "deploy.ray_app.application:build"
 POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"

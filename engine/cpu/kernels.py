@@ -31,6 +31,8 @@ PANEL = 32
 # Inputs whose weights for one output lie side by side in a panel (WEIGHT_INPUTS of engine/cpu/csrc/element.h).
 _WEIGHT_INPUTS = {torch.bfloat16: 2, torch.float16: 1, torch.float32: 1}
 _GROUP = 32
+_SORTED_PANELS = 32
+"""Of a quantised weight at a time: codes take several times their room while they are sorted."""
 _CACHE_LINE = 64
 _NO_MEMORY = "no memory for the scores of attention"
 
@@ -200,10 +202,10 @@ class CpuKernels:
         panels = -(-out // PANEL)
         size = PANEL * (weight.group * weight.bits // 8 + 2 * (4 if wide else 2))
         packed = self._weights.take((panels, inputs // weight.group, size), torch.uint8)
-        for panel in range(panels):
-            # One panel at a time: codes take several times their room while they are sorted.
-            part = weight.rows(torch.arange(panel * PANEL, min(out, (panel + 1) * PANEL)))
-            packed[panel] = _panel_bytes(part, torch.float32 if wide else torch.float16)
+        for first in range(0, panels, _SORTED_PANELS):
+            last = min(panels, first + _SORTED_PANELS)
+            part = weight.rows(torch.arange(first * PANEL, min(out, last * PANEL)))
+            packed[first:last] = _panel_bytes(part, torch.float32 if wide else torch.float16)
         return Panels(packed, weight.bits, weight.group, wide)
 
     @staticmethod
@@ -382,17 +384,16 @@ def _sizes(layer: LayerKv) -> tuple[int, ...]:
 
 
 def _panel_bytes(part: QuantizedWeight, scales: torch.dtype) -> torch.Tensor:
-    """Of the weight of one panel, or of less: uint8 `[in / group, bytes of a group]`."""
+    """Of the weight of some panels, the last of which may have less: uint8 `[panels, in / group, bytes of a group]`."""
     out, inputs = part.shape
-    groups = inputs // part.group
-    codes = part.unpacked().view(out, groups, part.group // 4, 4).permute(1, 2, 0, 3)
+    groups, missing = inputs // part.group, -out % PANEL
+    codes = torch.nn.functional.pad(part.unpacked(), (0, 0, 0, missing))
+    codes = codes.view(-1, PANEL, groups, part.group // 4, 4).permute(0, 2, 3, 1, 4)
     if part.bits == 4:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    missing = PANEL - out
-    codes = torch.nn.functional.pad(codes, (0, 0, 0, missing)).flatten(1)
-    numbers = torch.stack((part.scales, part.minimums)).to(scales).permute(2, 0, 1)
-    numbers = torch.nn.functional.pad(numbers, (0, missing)).flatten(1).contiguous()
-    return torch.cat((codes, numbers.view(torch.uint8)), dim=1)
+        codes = codes[:, :, ::2] | codes[:, :, 1::2] << 4
+    numbers = torch.nn.functional.pad(torch.stack((part.scales, part.minimums)).to(scales), (0, 0, 0, missing))
+    numbers = numbers.view(2, -1, PANEL, groups).permute(1, 3, 0, 2).flatten(2).contiguous()
+    return torch.cat((codes.flatten(2), numbers.view(torch.uint8)), dim=2)
 
 
 def _shares_threads(library: ctypes.CDLL) -> bool:

@@ -48,15 +48,19 @@ def _checked(path: Path, token_ids: object, vocabulary_size: int) -> list[int]:
         raise DraftVocabularyError(f"{path}: {FIELD_NAME} is {reprlib.repr(token_ids)}, must be a list of integers")
     if not token_ids:
         raise DraftVocabularyError(f"{path}: {FIELD_NAME} is empty, must name at least one token")
+    before = -1
     for index, value in enumerate(token_ids):
-        place = f"{path}: {FIELD_NAME}[{index}] is {reprlib.repr(value)}"
         # Not isinstance: true and false are no tokens.
         if type(value) is not int:
-            raise DraftVocabularyError(f"{place}, must be an integer")
-        if not 0 <= value < vocabulary_size:
-            raise DraftVocabularyError(f"{place}, must be at least 0 and below the vocabulary size {vocabulary_size}")
-        if index and value <= (before := token_ids[index - 1]):
-            raise DraftVocabularyError(f"{place}, must be above the one before, which is {before}")
+            limit = "must be an integer"
+        elif not 0 <= value < vocabulary_size:
+            limit = f"must be at least 0 and below the vocabulary size {vocabulary_size}"
+        elif value <= before:
+            limit = f"must be above the one before, which is {before}"
+        else:
+            before = value
+            continue
+        raise DraftVocabularyError(f"{path}: {FIELD_NAME}[{index}] is {reprlib.repr(value)}, {limit}")
     return token_ids
 
 

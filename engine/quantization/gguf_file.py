@@ -199,7 +199,25 @@ class GgufFile:
         count = self._count(f"the number of values of {key}", size)
         if format:
             return list(self._numbers(format, count, key))
+        if kind == _STRING:
+            return self._texts(count, f"the length of {key}")
         return [self._value(key, kind, nesting + 1) for _ in range(count)]
+
+    def _texts(self, count: int, field: str) -> list[str]:
+        """As many calls of `_text`: vocabularies have hundreds of thousands, and each process reads them."""
+        texts: list[str] = []
+        content, length = self._bytes, struct.Struct("<Q")
+        for _ in range(count):
+            begin = self._at + length.size
+            end = begin + length.unpack(content[self._at : begin])[0] if begin <= len(content) else begin
+            if end > len(content):
+                return [*texts, self._text(field)]  # which raises
+            try:
+                texts.append(content[begin:end].decode())
+            except UnicodeDecodeError:
+                return [*texts, self._text(field)]
+            self._at = end
+        return texts
 
     def _text(self, field: str) -> str:
         taken = self._take(self._count(field, 1), field)

@@ -21,7 +21,7 @@ from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cli import command_line as cli
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url, with_metrics_port
 from deploy.cluster.client import reason_of_failure
-from deploy.cluster.local_ray import start_ray
+from deploy.cluster.local_ray import LocalRay
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.ingress import InternalSettings
 from deploy.config.loading import configuration_from, load_configuration
@@ -360,7 +360,7 @@ def test_the_folder_of_ray_is_closed_to_others(
 
     def start() -> None:
         with pytest.raises(ZeroDivisionError):
-            start_ray("spool", RaySettings(), state)
+            LocalRay("spool", RaySettings(), state)
 
     try:
         start()
@@ -377,16 +377,16 @@ def test_the_folder_of_ray_is_closed_to_others(
             own.rename(other)
             own.symlink_to(other)
             with pytest.raises(RunError, match=rf"{own} cannot be made a folder: .*\$TMPDIR names another"):
-                start_ray("spool", RaySettings(), state)
+                LocalRay("spool", RaySettings(), state)
             own.unlink()
             own.write_text("")
             with pytest.raises(RunError, match=rf"{own} cannot be made a folder"):
-                start_ray("spool", RaySettings(), state)
+                LocalRay("spool", RaySettings(), state)
             own.unlink()
             own.mkdir()
         if os.getuid() == 0:
             os.chown(above, 12345, -1)
             with pytest.raises(RunError, match=rf"{above} belongs to user 12345, must belong to user 0"):
-                start_ray("spool", RaySettings(), state)
+                LocalRay("spool", RaySettings(), state)
     finally:
         shutil.rmtree(scratch)
