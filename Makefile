@@ -35,7 +35,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
-INSTALL := -m pip install --disable-pip-version-check
+# Python compiles what it imports when it first does; pip would compile all, which takes as long as unpacking it.
+INSTALL := -m pip install --disable-pip-version-check --no-compile
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --python $(BIN)/python
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
