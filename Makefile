@@ -35,8 +35,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
-# Python compiles what it imports when it first does; pip would compile all, which takes as long as unpacking it.
+# pip would compile everything, which takes as long as unpacking it; Python compiles what it imports.
 INSTALL := -m pip install --disable-pip-version-check --no-compile
+COMPILED := deploy.cli.serve, deploy.ray_app.application, engine.models.loading, transformers.models.llama.modeling_llama
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --python $(BIN)/python
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
@@ -56,6 +57,7 @@ $(SERVING): requirements.lock pyproject.toml
 	@echo "== what serving needs, and Spool"
 	$(BIN)/python $(INSTALL) -r requirements.lock
 	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
 $(STAMP): $(SERVING) requirements-dev.lock
