@@ -16,7 +16,9 @@ _SCHEME = re.compile(r"(dns|ipv4|ipv6):")
 # As the server draws them: readers of JSON keep such integers exact.
 _SEED_BITS = 53
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    # Calls take turns where a name leads to several gateways. Else all would go to the first.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     # A server that fell silent is noticed within half a minute, and the call made again.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

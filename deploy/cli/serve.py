@@ -91,10 +91,10 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     _check_secrets(config)
     check_ports(config)
     reporter = Reporter()
-    reporter.stage("ray", "starting", None)
     ray = LocalRay(app_name, config.ray, state)
     try:
         prepare_models(config, reporter)
+        reporter.stage("ray", "starting", None)
         ray.wait_until_up()
         reporter.stage("ray", "started", None)
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):

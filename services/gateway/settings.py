@@ -191,6 +191,9 @@ class ConnectionLimits(_Frozen):
     """Open connections over gRPC."""
     grpc_streams: Annotated[int, Field(ge=1)] = 1024
     """Calls at a time of one gRPC connection; its client waits with others."""
+    grpc_seconds: Seconds = 300.0
+    """How long a gRPC connection takes new calls, give or take a tenth. For its next call the client connects again, to
+    whatever its name leads to by then; calls under way go on to their end."""
     grpc_metadata_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
     """Bytes of the metadata of one gRPC call."""
 

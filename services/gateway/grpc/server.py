@@ -91,6 +91,7 @@ def _connection_options(limits: ConnectionLimits) -> dict[str, int]:
         "grpc.server_handshake_timeout_ms": round(limits.header_seconds * 1000),
         # Clients connect again for their next call.
         "grpc.max_connection_idle_ms": round(limits.keep_alive_seconds * 1000),
+        "grpc.max_connection_age_ms": round(limits.grpc_seconds * 1000),
     }
 
 

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import SecretStr
 
-from services.gateway.settings import GatewaySettings, TlsFiles
+from services.gateway.settings import ConnectionLimits, GatewaySettings, TlsFiles
 from spool_client import AsyncClient, Client
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
@@ -38,7 +38,7 @@ from tests.integration.gateway.expected import (
 from tests.support.certificates import issue_by
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
-from tests.support.waiting import LONG
+from tests.support.waiting import LONG, wait_until
 
 
 def test_messages(gateways: Gateways, stub: GenerationServiceStub) -> None:
@@ -53,6 +53,39 @@ def test_messages(gateways: Gateways, stub: GenerationServiceStub) -> None:
     assert reasons[-2:] == [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_UNSPECIFIED]
     assert [part.HasField("usage") for part in parts] == [False] * (len(parts) - 1) + [True]
     assert not parts[-1].HasField("choice")
+
+
+def test_calls_take_turns_among_gateways(gateways: Gateways) -> None:
+    """A name with several addresses; the client is not told more than that."""
+    with gateways.serve() as one, gateways.serve() as other, Client(f"ipv4:{one.address},{other.address}") as client:
+
+        def both_were_asked() -> bool:
+            client.generate(pb.GenerateRequest(text=PROMPT, max_tokens=1), timeout=LONG)
+            return all(_read_a_prompt(served) for served in (one, other))
+
+        wait_until(both_were_asked, "requests at both gateways")
+
+
+def _read_a_prompt(served: Served) -> bool:
+    lines = httpx.get(f"{served.url}/metrics", timeout=LONG).text.splitlines()
+    return any(line.startswith("spool_prompt_tokens_total") and float(line.split()[-1]) > 0 for line in lines)
+
+
+def test_an_old_connection_takes_no_more_calls(gateways: Gateways) -> None:
+    """A stream on it goes on to its end; the next call connects again."""
+    settings = GatewaySettings(connections=ConnectionLimits(grpc_seconds=0.5))
+    with gateways.serve(settings) as served, grpc.insecure_channel(served.address) as channel:
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        stub = GenerationServiceStub(channel)
+        parts = stub.GenerateStream(pb.GenerateRequest(text=PROMPT, max_tokens=40), timeout=LONG)
+        first = next(parts)
+        wait_until(lambda: grpc.ChannelConnectivity.IDLE in states[1:], "the end of the connection for new calls")
+        tokens = [token for part in (first, *parts) for token in part.choice.token_ids]
+        assert tokens == expected_tokens(gateways, gateways.tokenizer.encode(PROMPT), 40)
+        states.clear()
+        assert stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=1), timeout=LONG).usage.completion_tokens == 1
+        wait_until(lambda: grpc.ChannelConnectivity.READY in states, "another connection")
 
 
 def test_defaults_are_those_of_http(gateways: Gateways) -> None:
