@@ -35,7 +35,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
-# pip would compile everything, which takes as long as unpacking it; Python compiles what it imports.
+# pip would compile everything before it goes on, which takes as long as unpacking it.
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 COMPILED := deploy.cli.serve, deploy.ray_app.application, engine.models.loading, transformers.models.llama.modeling_llama
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --python $(BIN)/python
@@ -48,14 +48,15 @@ setup: $(STAMP)
 
 # torch comes first, by its exact version and with options of its own: nothing after it may choose another build. pip
 # checks the hashes in the lock files of all that it installs from them; torch, which may be of another index, is there by
-# then.
+# then. Torch is compiled beside that, and of the rest what a server imports.
 $(SERVING): requirements.lock pyproject.toml
 	@echo "== virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== $(TORCH) (large)"
 	$(BIN)/python $(INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
 	@echo "== what serving needs, and Spool"
-	$(BIN)/python $(INSTALL) -r requirements.lock
+	$(BIN)/python -m compileall -q $(VENV)/lib/python*/site-packages/torch & \
+	$(BIN)/python $(INSTALL) -r requirements.lock && wait
 	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/python -c "import $(COMPILED)"
 	touch $@
