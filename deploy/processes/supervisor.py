@@ -35,7 +35,7 @@ async def running_cell(
         return ChildProcess(task.name, command, folder / f"{task.name}.log", progress)
 
     def worker(launch: WorkerLaunch) -> ChildProcess:
-        task = replace(hiding, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
+        task = replace(without_keys, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
         variables = compute_environment(launch.threads, config.engine.cpu_isa)
         return child("worker", task, hidden | variables | config.group(launch.role).environment)
 
@@ -43,9 +43,9 @@ async def running_cell(
     hidden = {name: "" for name in (config.auth.api_keys_env, config.auth.metrics_keys_env) if name is not None}
     group = ChildGroup(lambda name, reason: progress(name, reason, None), _RESTART_SECONDS)
     async with group:
-        hiding = Task("scheduler", str(folder), config.without_client_keys().plain())
-        serving = replace(hiding, settings=config.plain())
-        scheduler = child("scheduler", hiding, hidden)
-        gateways = [replace(serving, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
+        without_keys = Task("scheduler", str(folder), config.without_client_keys().plain())
+        with_keys = replace(without_keys, settings=config.plain())
+        scheduler = child("scheduler", without_keys, hidden)
+        gateways = [replace(with_keys, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
         await group.start(scheduler, *(child("gateway", task, {}) for task in gateways), *map(worker, workers))
         yield group, scheduler.address
