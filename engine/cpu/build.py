@@ -40,8 +40,9 @@ class Library:
     identity: str
 
 
-def compiled_library(isa: InstructionSet, dtype: str, progress: Progress) -> Library:
-    """The library for `isa` and a dtype (`bfloat16`, `float16` or `float32`), compiled now if need be.
+def compiled_library(isa: InstructionSet, dtype: str, universal: bool, progress: Progress) -> Library:
+    """The library for `isa` and a dtype (`bfloat16`, `float16` or `float32`), compiled now if need be. A universal one
+    computes the same bits as those for all other sets.
 
     Raises CompilationError.
     """
@@ -49,6 +50,7 @@ def compiled_library(isa: InstructionSet, dtype: str, progress: Progress) -> Lib
     try:
         version = _run([*command, "--version"])
         options = [*FLAGS, *compiler_options(isa), f"-DELEMENT_{_ELEMENTS[dtype]}"]
+        options += ["-DUNIVERSAL"] if universal else []
         sources = [file.read_bytes() for file in sorted(SOURCES.iterdir())]
         conditions = (*sources, shlex.join([*command, *options]).encode(), version.encode())
         identity = hashlib.sha256(b"\0".join(conditions)).hexdigest()[:32]

@@ -47,7 +47,9 @@ def replace_experts(model: PreTrainedModel, kernels: CpuKernels) -> None:
     @cache
     def kernels_of(dtype: torch.dtype) -> CpuKernels | None:
         # Some routers multiply in float32.
-        return kernels if dtype == kernels.dtype else load_cpu_kernels(dtype, lambda *_: None, kernels.isa)
+        if dtype == kernels.dtype:
+            return kernels
+        return load_cpu_kernels(dtype, lambda *_: None, kernels.isa, universal=kernels.universal)
 
     for block in sparse_blocks(model):
         if kernels.multiplies(block.experts.gate_up[0]) and kernels.multiplies(block.experts.down[0]):

@@ -37,14 +37,16 @@ _CACHE_LINE = 64
 _NO_MEMORY = "no memory for the scores of attention"
 
 
-def load_cpu_kernels(dtype: torch.dtype, progress: Progress, cpu_isa: str = AUTO) -> CpuKernels | None:
-    """For models of `dtype`. None, with a word in the log and to `progress`, where they cannot be compiled or loaded:
-    torch's operations then do the same, only slower. Raises ValueError for an instruction set that this processor does
-    not have."""
+def load_cpu_kernels(
+    dtype: torch.dtype, progress: Progress, cpu_isa: str = AUTO, *, universal: bool = False
+) -> CpuKernels | None:
+    """For models of `dtype`; if `universal`, with the bits that every instruction set gives. None, with a word in the
+    log and to `progress`, where they cannot be compiled or loaded: torch's operations then do the same, only slower.
+    Raises ValueError for an instruction set that this processor does not have."""
     isa = chosen_isa(cpu_isa)
     try:
-        library = compiled_library(isa, str(dtype).removeprefix("torch."), progress)
-        return CpuKernels(ctypes.CDLL(str(library.path)), dtype, isa.name, library.identity)
+        library = compiled_library(isa, str(dtype).removeprefix("torch."), universal, progress)
+        return CpuKernels(ctypes.CDLL(str(library.path)), dtype, isa.name, library.identity, universal)
     except (CompilationError, OSError) as error:
         logger.warning("no CPU kernels, passes take longer: %s", error)
         progress(f"no CPU kernels, passes take longer: {error}", None)
@@ -152,10 +154,11 @@ class Panels:
 class CpuKernels:
     """The functions of engine/cpu/csrc. Tensors are contiguous, on the CPU, of `dtype` where not said otherwise."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, isa: str, identity: str) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, isa: str, identity: str, universal: bool) -> None:
         """`identity` names the source, the compiler and its options."""
         self.dtype = dtype
         self.isa = isa
+        self.universal = universal
         # Whether a process gets matrix tiles is the system's choice, and their sums have another order.
         self.identity = f"{identity}-tiles" if library.spool_has_tiles() else identity
         self._weights = WeightMemory()

@@ -59,7 +59,8 @@ def read_model(
     quantization = stored_quantization(source, config)
     if quantization == NOT_QUANTIZED:
         model = _read_plain(folder, config, settings, ranks)
-        dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress)
+        rounded = settings.quantization in ROUNDED_BITS
+        dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress, rounded)
         model = model if dtype == model.dtype else model.to(dtype)
         quantization = _round(model, device, settings, kernels, progress)
     else:
@@ -104,7 +105,7 @@ def model_in_memory(model: PreTrainedModel, settings: EngineSettings, progress: 
         torch.set_num_threads(settings.threads)
     model.eval()
     fix_frequencies(model, settings.max_model_len)
-    kernels = cpu_kernels(model.dtype, model.device, settings, progress)
+    kernels = cpu_kernels(model.dtype, model.device, settings, progress, settings.quantization in ROUNDED_BITS)
     vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
     quantization = _round(model, model.device, settings, kernels, progress)
     gpu = gpu_passes(model, settings, settings.cuda_graphs, progress)
@@ -158,15 +159,15 @@ def _cannot_load(folder: Path, error: Exception) -> UnsupportedModelError:
 
 
 def _dtype_and_kernels(
-    stored: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress
+    stored: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress, quantized: bool
 ) -> tuple[torch.dtype, CpuKernels | None]:
     """What a model is computed in whose weights are in `stored`, and the CPU kernels for it."""
-    kernels = cpu_kernels(stored, device, settings, progress)
+    kernels = cpu_kernels(stored, device, settings, progress, quantized)
     if settings.dtype != AUTO:
         return stored, kernels
     dtype, reason = best_dtype(stored, device, kernels is not None)
     if dtype != stored:
-        kernels = cpu_kernels(dtype, device, settings, progress)
+        kernels = cpu_kernels(dtype, device, settings, progress, quantized)
     report(f"dtype {dtype_name(dtype)}: {reason}", progress)
     return dtype, kernels
 
@@ -189,8 +190,8 @@ def _read_quantized(
         )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
-    dtype, kernels = _dtype_and_kernels(asked, device, settings, progress)
     known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
+    dtype, kernels = _dtype_and_kernels(asked, device, settings, progress, quantized=known)
     keep = known and takes_codes(kernels, dtype, device)
     try:
         model = build_model(source, config, dtype, keep, ranks, settings.ignore_tensors)

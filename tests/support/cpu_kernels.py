@@ -13,12 +13,12 @@ ISAS = tuple(isa.name for isa in available_isas())
 NEEDS_ONEDNN_BF16 = "another processor: needs AVX-512, without which oneDNN does not multiply bfloat16"
 
 
-def compiled_kernels(dtype: torch.dtype = torch.bfloat16, isa: str = AUTO) -> CpuKernels:
+def compiled_kernels(dtype: torch.dtype = torch.bfloat16, isa: str = AUTO, universal: bool = False) -> CpuKernels:
     """The kernels for this processor. Skips without a compiler; fails where the compiler refuses them."""
     try:
         compiler_command()
     except CompilationError:
         pytest.skip("no C compiler")
-    kernels = load_cpu_kernels(dtype, lambda *_: None, isa)
+    kernels = load_cpu_kernels(dtype, lambda *_: None, isa, universal=universal)
     assert kernels is not None, "the CPU kernels cannot be compiled or loaded; the log says why"
     return kernels

@@ -41,21 +41,31 @@ INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const facto
 
 #else
 
-// Scores of `count` queries [row_factors] over `runs` times LANES keys [LANES, row_factors]. Of each, every lane is one
-// chain of sums in the order of dimensions; lanes are added up in pairs.
+// Keys whose sums stay in registers together.
+#define SCORE_KEYS (LANES == 16 ? 16 : 4)
+
+// Scores of `count` queries [row_factors] over `runs` times LANES keys [LANES, row_factors]. Of each, every one of
+// SUM_LANES lanes is one chain of sums in the order of dimensions; lanes are added up in pairs.
 INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const factor *queries, ptrdiff_t count,
     const factors *keys, ptrdiff_t row_factors) {
     ptrdiff_t vectors = row_factors / LANES;
     for (int run = 0; run < runs; run++, keys += row_factors)
         for (ptrdiff_t query = 0; query < count; query++) {
             f32v sums[LANES];
+#pragma GCC unroll 4
+            for (int begin = 0; begin < LANES; begin += SCORE_KEYS) {
+                f32v chains[SCORE_KEYS][PARTS] = {};
+                for (ptrdiff_t i = 0; i < vectors; i += PARTS)
+#pragma GCC unroll 4
+                    for (int part = 0; part < PARTS; part++) {
+                        f32v by = load(queries + query * row_factors + (i + part) * LANES);
 #pragma GCC unroll 16
-            for (int key = 0; key < LANES; key++) sums[key] = splat(0.0f);
-            for (ptrdiff_t i = 0; i < vectors; i++) {
-                f32v by = load(queries + query * row_factors + i * LANES);
+                        for (int key = 0; key < SCORE_KEYS; key++)
+                            chains[key][part] =
+                                multiply_add(keys[(begin + key) * vectors + i + part], by, chains[key][part]);
+                    }
 #pragma GCC unroll 16
-                for (int key = 0; key < LANES; key++)
-                    sums[key] = multiply_add(keys[key * vectors + i], by, sums[key]);
+                for (int key = 0; key < SCORE_KEYS; key++) sums[begin + key] = sum_parts(chains[key]);
             }
             REDUCE_ROWS(sums, first + second);
             store(scores + query * stride + run * LANES, sums[0]);

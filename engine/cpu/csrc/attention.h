@@ -169,11 +169,12 @@ INLINE void softmax(float *scores, const Attention *call, ptrdiff_t position, pt
     }
     float highest = largest(maxima) * scaling, sink = call->rule.sinks ? call->rule.sinks[query_head] : -INFINITY;
     if (highest < sink) highest = sink;
-    f32v total = splat(0.0f);
+    // A position's lane is that of its number, wherever the first one is.
+    f32v total[PARTS] = {};
     for (ptrdiff_t i = begin; i < whole; i += LANES) {
         f32v x = exponential(multiply_add(load(scores + i), splat(scaling), splat(-highest)));
         store(scores + i, x);
-        total = total + x;
+        total[i / LANES % PARTS] += x;
     }
     float share = 1.0f / (sum(total) + exponential(splat(sink - highest))[0]);
     for (ptrdiff_t i = begin; i < whole; i += LANES) store(scores + i, load(scores + i) * share);

@@ -25,6 +25,9 @@ INLINE f32v load_codes(const char *from) {
     return __builtin_convertvector(load_s8((const int8_t *)from), f32v);
 }
 
+// UNIVERSAL: results have the same bits on all processors. Products of pairs, and what else processors round in ways of
+// their own, are left out.
+//
 // PAIRED: products are taken of pairs of elements, as they lie in memory. Otherwise elements are widened to float32
 // before. WEIGHT_INPUTS: inputs whose weights for one output lie side by side in a panel.
 
@@ -51,7 +54,7 @@ typedef bf16 element;
 static const element LOWEST = 0xff80; // -infinity
 INLINE f32v load_element(const element *from) { return load_bf16(from); }
 INLINE void store_element(element *to, f32v x) { store_bf16(to, x); }
-#ifdef MULTIPLIES_PAIRS
+#if defined MULTIPLIES_PAIRS && !defined UNIVERSAL
 #define PAIRED
 #endif
 

@@ -1,4 +1,4 @@
-// Any processor: the compiler splits vectors as it must. Products are rounded before they are added.
+// Any processor: the compiler splits vectors as it must.
 // With what all processors share (vectors.h), the kernels are built from this: linear.c, attention.c, rows.c, logits.c.
 
 #define LANES 4
@@ -9,7 +9,21 @@
 #define VALUE_QUERIES 4
 #define VALUE_VECTORS(queries) 2
 
-INLINE f32v multiply_add(f32v x, f32v y, f32v sum) { return x * y + sum; }
+typedef double f64v __attribute__((vector_size(2 * VECTOR_BYTES)));
+typedef int64_t i64v __attribute__((vector_size(2 * VECTOR_BYTES)));
+
+// As if fused. Products are exact in float64, where the sum is rounded to odd: of the two numbers around it, to the one
+// whose last bit is 1. Then rounding it again, to float32, gives what rounding once would have given (Boldo and Melquiond,
+// "Emulation of FMA and correctly rounded sums", 2008).
+INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
+    f64v product = __builtin_convertvector(x, f64v) * __builtin_convertvector(y, f64v);
+    f64v addend = __builtin_convertvector(sum, f64v), total = product + addend, back = total - product;
+    f64v error = (product - (total - back)) + (addend - back);
+    i64v bits = (i64v)total, finite = total - total == 0.0, even = (bits & 1) - 1;
+    i64v towards_zero = (error > 0.0) ^ (total > 0.0);
+    bits += ((towards_zero & -2) + 1) & (error != 0.0) & finite & even;
+    return __builtin_convertvector((f64v)bits, f32v);
+}
 
 INLINE u32v load_u16(const uint16_t *from) {
     u16v x;

@@ -13,11 +13,13 @@ void spool_use_threads(int count) { omp_set_num_threads(count); }
 #define SHARED_ROWS 16
 
 INLINE void normalize(element *to, const element *from, const element *weight, ptrdiff_t size, float epsilon) {
-    f32v squares = splat(0.0f);
-    for (ptrdiff_t i = 0; i < size; i += LANES) {
-        f32v x = load_element(from + i);
-        squares = multiply_add(x, x, squares);
-    }
+    f32v squares[PARTS] = {};
+    for (ptrdiff_t i = 0; i < size; i += SUM_LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            f32v x = load_element(from + i + part * LANES);
+            squares[part] = multiply_add(x, x, squares[part]);
+        }
     float scale = 1.0f / sqrtf(sum(squares) / (float)size + epsilon);
     for (ptrdiff_t i = 0; i < size; i += LANES) store_element(to + i, load_element(from + i) * scale * load_element(weight + i));
 }

@@ -44,6 +44,11 @@ typedef int8_t s8v __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 _Static_assert(LANES * sizeof(float) == VECTOR_BYTES, "a vector holds LANES numbers");
 
+// Sums across lanes have SUM_LANES of them on every processor, in PARTS vectors, and are added up by one tree: so they
+// have the same bits everywhere.
+#define SUM_LANES 16
+#define PARTS (SUM_LANES / LANES)
+
 INLINE f32v splat(float x) { return x - (f32v){}; }
 
 INLINE f32v load(const float *from) {
@@ -98,7 +103,19 @@ INLINE u32v shuffle(u32v x, u32v y, u32v places) {
         }                                                                                                              \
     } while (0)
 
-INLINE float sum(f32v x) {
+// The upper half of SUM_LANES lanes added to the lower one, and so on, until they are one vector.
+INLINE f32v sum_parts(const f32v parts[PARTS]) {
+#if PARTS == 1
+    return parts[0];
+#elif PARTS == 2
+    return parts[0] + parts[1];
+#else
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#endif
+}
+
+INLINE float sum(const f32v parts[PARTS]) {
+    f32v x = sum_parts(parts);
     REDUCE(x, x + other);
     return x[0];
 }

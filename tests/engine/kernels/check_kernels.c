@@ -73,6 +73,13 @@ static int draw(int below) {
     return (int)((state >> 33) % below);
 }
 
+// Of all results, in the order in which they were noted (FNV-1a).
+static uint64_t digest = 14695981039346656037u;
+
+static void note(const void *result, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) digest = (digest ^ ((const uint8_t *)result)[i]) * 1099511628211u;
+}
+
 static element *random_elements(ptrdiff_t count) {
     element *numbers = NEW(element, count);
     for (ptrdiff_t i = 0; i < count; i++) numbers[i] = element_of(draw(257) - 128);
@@ -111,6 +118,7 @@ static void check_linear(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int biase
     float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
     const Linear linear = {panels, bias, 0, 0, 0};
     spool_linear(to, rows, &linear, scratch, count, in, out);
+    note(to, count * out * sizeof *to);
     for (ptrdiff_t row = 0; row < count; row++) {
         for (ptrdiff_t o = 0; o < out; o++) {
             double exact = biased ? bias[o] : 0;
@@ -181,6 +189,7 @@ static void check_quantized(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int bi
     // A group of zeros, which has no scale.
     memset(rows, 0, group * sizeof *rows);
     spool_linear(to, rows, &form, scratch, count, in, out);
+    note(to, count * out * sizeof *to);
     double *row_numbers = NEW(double, in);
     for (ptrdiff_t row = 0; row < count; row++) {
         for (ptrdiff_t i = 0; i < in; i++) row_numbers[i] = rounded(rows + row * in, group, i);
@@ -196,6 +205,7 @@ static void check_quantized(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int bi
     int64_t which[2] = {out - 1, out / 2};
     element *expanded = NEW(element, 2 * in);
     spool_expand_rows(expanded, which, &form, 2, in);
+    note(expanded, 2 * in * sizeof *expanded);
     for (ptrdiff_t i = 0; i < 2 * in; i++) expect(expanded[i], numbers[which[i / in] * in + i % in], 1.1, "expanded");
     free(rows), free(weights), free(numbers), free(row_numbers), free(to), free(alone), free(bias), free(scratch);
     free(expanded);
@@ -214,12 +224,14 @@ static void check_rows(ptrdiff_t rows, ptrdiff_t hidden) {
     element *x = random_elements(size), *added = random_elements(size), *weight = random_elements(hidden);
     element *to = NEW(element, size), *residual = NEW(element, size), *sums = NEW(element, size);
     spool_norm(to, x, weight, rows, hidden, 1e-5f);
+    note(to, size * sizeof *to);
     for (ptrdiff_t i = 0; i < size; i++) {
         double scale = norm_scale(x + i / hidden * hidden, hidden, 1e-5);
         expect(to[i], number(x[i]) * scale * number(weight[i % hidden]), 1.1, "norm");
     }
     memcpy(residual, x, size * sizeof *x);
     spool_add_norm(to, residual, added, weight, rows, hidden, 1e-5f);
+    note(to, size * sizeof *to);
     memcpy(sums, x, size * sizeof *x);
     WITH_TEAM(1, team_add(team, sums, added, size));
     end_unless(!memcmp(sums, residual, size * sizeof *sums), "add and add_norm give other sums");
@@ -230,6 +242,7 @@ static void check_rows(ptrdiff_t rows, ptrdiff_t hidden) {
     }
     element *gate_up = random_elements(2 * size);
     spool_silu_mul(to, gate_up, rows, hidden);
+    note(to, size * sizeof *to);
     for (ptrdiff_t i = 0; i < size; i++) {
         double gate = number(gate_up[i / hidden * 2 * hidden + i % hidden]);
         double up = number(gate_up[i / hidden * 2 * hidden + hidden + i % hidden]);
@@ -400,6 +413,7 @@ static void check_attention(const Shape *shape, const Rule *rule, int quantized)
     end_unless(!spool_attend(to, queries, pool, pages, blocks, BLOCKS, 8, 42, rule, shape->query_heads,
                    shape->kv_heads, shape->head_dim, shape->page_size, shape->pages, quantized),
         "attend: no memory");
+    note(to, rows * row_size * sizeof *to);
     for (int i = 0; i < BLOCKS; i++)
         for (ptrdiff_t row = 0; row < blocks[i].rows; row++) {
             ptrdiff_t place = (blocks[i].first_row + row) * row_size, seen = blocks[i].start + row + 1;
@@ -470,6 +484,7 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     size_t size = rows * hidden * sizeof *inputs;
     memcpy(one_by_one, inputs, size);
     run_layers(one_by_one, layers, LAYERS, rows, 1, shape, pages, quantized);
+    note(one_by_one, size);
     end_unless(memcmp(one_by_one, inputs, size), "layers add nothing");
     for (ptrdiff_t i = 0; i < rows * hidden; i++) end_unless(isfinite(number(one_by_one[i])), "layers: no number");
     for (ptrdiff_t count = 2; count <= rows; count += 3) {
@@ -518,7 +533,8 @@ int main(void) {
         check_layers(shapes, 64, 96, 19, quantized);
         check_layers(shapes + 1, 96, 32, 11, quantized);
     }
-    printf("agree: %d lanes, %s\n", LANES,
-        spool_has_tiles() ? "tiles" : FACTOR_ELEMENTS == 2 ? "products of pairs" : "products");
+    printf("agree: %d lanes, %s\n%016llx\n", LANES,
+        spool_has_tiles() ? "tiles" : FACTOR_ELEMENTS == 2 ? "products of pairs" : "products",
+        (unsigned long long)digest);
     return 0;
 }

@@ -43,7 +43,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def build(words: list[str] | None = None) -> Library:
     said = [] if words is None else words
-    return compiled_library(available_isas()[0], "bfloat16", lambda word, _: said.append(word))
+    return compiled_library(available_isas()[0], "bfloat16", False, lambda word, _: said.append(word))
 
 
 @pytest.mark.usefixtures("compiler")

@@ -15,6 +15,7 @@ from engine.cpu.attention import KernelBackend
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.logits_scan import KernelScan
 from engine.kv.paged_kv import LayerKv
+from engine.quantization import rounding as quantization
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 from tests.support import reference_attention
@@ -200,3 +201,29 @@ def test_columns_without_a_bit_are_refused(kernels: CpuKernels) -> None:
     for size, tokens in ((25, None), (2, torch.tensor([1, 24]))):
         with pytest.raises(ValueError, match=r"allowed has 24 bits, must have at least 25"):
             kernels.forbid(rounded(kernels, 2, size), [0, 1], bits, tokens)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_universal_kernels_give_the_same_bits_on_every_instruction_set(dtype: torch.dtype) -> None:
+    first, *others = (list(_results(compiled_kernels(dtype, isa, universal=True))) for isa in ISAS)
+    for other in others:
+        for one, same in zip(first, other, strict=True):
+            assert torch.equal(one.view(torch.uint8), same.view(torch.uint8))
+
+
+def _results(kernels: CpuKernels) -> Iterator[torch.Tensor]:
+    """Of numbers with many digits, whose sums depend on their order."""
+    weight, rows = rounded(kernels, 100, 576) / 24, rounded(kernels, 13, 576, seed=3)
+    yield kernels.linear(rows, kernels.to_panels(weight), None, 100)
+    for bits in (4, 8):
+        yield kernels.linear(rows, kernels.to_quantized_panels(quantization.rounded(weight, bits)), None, 100)
+    yield kernels.norm(rows, rounded(kernels, 576, seed=4), 1e-5)
+    yield kernels.silu_mul(rounded(kernels, 13, 1152, seed=5))
+    for quantized in (False, True):
+        for shape in SHAPES:
+            pages = Pages(kernels, *shape[1:], quantized)
+            spans = pages.spans(PLACES)
+            queries = rounded(kernels, spans[-1].first_row + spans[-1].rows, shape[0], shape[2], seed=9)
+            plan = KernelBackend(kernels, shape[3]).plan(spans, len(queries))
+            yield from (plan.attend(pages.layer, queries, rule) for rule in RULES.values())
