@@ -40,7 +40,7 @@ def parts(settings: EngineSettings) -> dict[str, str]:
         ({}, []),
         ({"threads": 2, "kv_pages": 12, "max_num_batched_tokens": 64, "prefix_cache": False}, []),
         ({"exact": False}, ["exact"]),
-        ({"quantization": "int8"}, ["quantization"]),
+        ({"quantization": "int8"}, ["kernels", "quantization"]),
         ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype"]),
         ({"dtype": "float16"}, ["dtype", "kernels", "kv_cache_dtype"]),
     ],
