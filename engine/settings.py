@@ -13,6 +13,7 @@ from engine.models.memory_plan import ModelMemory
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", KV_INT8)
 DRAFT_AHEAD = ("auto", "always", "never")
+NUMERICS = ("auto", "universal")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
 MOST_RANKS = 64
@@ -32,6 +33,8 @@ class EngineSettings:
     "auto" keeps weights as the checkpoint has them, "none" expands quantised ones to `dtype`, and "int8" and "int4"
     round those of a plain checkpoint.
     `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of `SPOOL_CPU_ISA`, or not at all.
+    `numerics`: with "universal" a target on a CPU computes the same bits as on every other, or is refused; "auto" does
+    so where weights are quantised.
     `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
@@ -56,6 +59,7 @@ class EngineSettings:
     quantization: str = "auto"
     device: str = "cpu"
     cpu_isa: str = "auto"
+    numerics: str = "auto"
     threads: int = 0
     page_size: int = 16
     kv_pages: int | None = None
@@ -93,6 +97,11 @@ class EngineSettings:
         return cls(**{**settings, "gpu_peers": peers, "inside_draft": inside, "ignore_tensors": ignored})
 
     @property
+    def universal(self) -> bool:
+        """Whether a target must compute as on every other processor."""
+        return self.numerics == "universal"
+
+    @property
     def quantized_kv(self) -> bool:
         return self.kv_cache_dtype == KV_INT8
 
@@ -115,6 +124,7 @@ class EngineSettings:
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("quantization", QUANTIZATIONS),
             ("cpu_isa", CPU_ISAS),
+            ("numerics", NUMERICS),
             ("draft_ahead", DRAFT_AHEAD),
         )
         for name, known in choices:

@@ -153,6 +153,11 @@ class EngineSection(Section):
         AUTO,
         f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the fastest.",
     )
+    numerics: Literal["auto", "universal"] = described(
+        "auto",
+        "`universal`: targets on a CPU compute the same bits on every processor, also with weights in 16 bits, or are "
+        "refused. `auto`: with quantised weights.",
+    )
     page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
     kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
     kv_memory: Annotated[ByteSize | None, typer.Option(parser=str, metavar="SIZE")] = described(

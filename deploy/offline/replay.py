@@ -203,6 +203,7 @@ def _engine_settings(parts: Mapping[str, str], settings: ReplaySettings, longest
         quantization=quantization if quantization in QUANTIZATIONS else AUTO,
         device=worker_devices(settings.device, [1])[0],
         cpu_isa=isa,
+        numerics="universal" if "numerics" in parts else AUTO,
         threads=int(parts.get("threads", 0)),
         page_size=page_size,
         # Every sequence of a pass but one ends with it, each on a page of its own at least.

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.paged_step import PagedStep, signed_rotation
+from engine.attention.paged_step import PagedStep
 from engine.cpu.attention import KernelPlan
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
 from engine.cpu.linear import KernelLinear, prepack_linear
 from engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
+from engine.layers.rotation import RotationTable
 
 
 class FusedDecoderLayer(LlamaLayer):
@@ -31,6 +32,14 @@ class FusedDecoderLayer(LlamaLayer):
     @property
     def has_kernel_linears(self) -> bool:
         return all(isinstance(linear, KernelLinear) for linear in (self._qkv, self._out, self._gate_up, self._down))
+
+    @property
+    def described(self) -> tuple[object, ...]:
+        """Of what the layer computes, all but weights; numbers as the kernels have them."""
+        weights = self.weights()
+        sizes = weights.hidden, weights.inner, weights.query_heads, weights.kv_heads, weights.head_dim
+        epsilons = weights.attention_epsilon, weights.mlp_epsilon, weights.head_epsilon
+        return (*sizes, *epsilons, weights.rule.window, weights.rule.scaling, weights.rule.cap)
 
     def weights(self) -> LayerWeights:
         """For whole layers by kernel. They point to what this layer keeps alive."""
@@ -75,32 +84,6 @@ class FusedDecoderLayer(LlamaLayer):
         return hidden_states
 
 
-class RotationTable:
-    """The rotation of each position, computed once: a pass over few rows is short beside what the model's own rotary
-    module takes."""
-
-    _POSITIONS = 1024
-
-    def __init__(self, rotary: nn.Module, like: torch.Tensor) -> None:
-        """`rotary` gives cosines and sines `[1, rows, head_dim]` in the dtype of `like`."""
-        self._rotary = rotary
-        self._like = like
-        self._cos, self._sin = self._computed(0)
-
-    def of(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `signed_rotation` of positions (int64 `[rows]`) below `longest`."""
-        if longest > (count := len(self._cos)):
-            # Doubled, as all of it is copied. Always computed from pieces of one size.
-            more = range(count, 2 ** (longest - 1).bit_length(), self._POSITIONS)
-            cos, sin = zip((self._cos, self._sin), *map(self._computed, more), strict=True)
-            self._cos, self._sin = torch.cat(cos), torch.cat(sin)
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-    def _computed(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(first, first + self._POSITIONS)
-        return signed_rotation(self._rotary(self._like, positions.unsqueeze(0)))
-
-
 class KernelDecoder(nn.Module):
     """Embeddings, all layers in one call, and the last norm: passes over few rows are short."""
 
@@ -109,12 +92,18 @@ class KernelDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = decoder.embed_tokens
         self.layers = decoder.layers
-        self._rotations = RotationTable(decoder.rotary_emb, decoder.norm.weight)
+        self._rotations = RotationTable(decoder.rotary_emb, kernels.dtype)
         self._norm = weight_and_epsilon(decoder.norm)
         self._kernels = kernels
         self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
         self._scratch = kernels.layer_scratch(self._weights[0])
         self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
+
+    @property
+    def described(self) -> str:
+        """Of what the layers compute, all but weights."""
+        layers = [layer.described for layer in self.layers]
+        return repr((layers, self._norm[1], self._rotations.described))
 
     def tap(self, layer: int, take: Callable[[torch.Tensor], None]) -> None:
         """`take` gets what goes into the layer in each pass, `[rows, hidden]`, which changes after the call; of the

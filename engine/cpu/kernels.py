@@ -172,6 +172,7 @@ class CpuKernels:
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._digests = function("spool_digests", [pointer] * 3 + [size] * 3)
         self._draw = function("spool_draw", [pointer] * 5 + [size] * 3)
+        self._masses = function("spool_masses", [pointer] * 3 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
         self._linear = function("spool_linear", [pointer] * 4 + [size] * 3)
         self._expand_rows = function("spool_expand_rows", [pointer] * 3 + [size] * 2)
@@ -331,7 +332,7 @@ class CpuKernels:
         return outputs
 
     def scans(self, scores: torch.Tensor) -> bool:
-        """Whether `argmax`, `digests`, `draw` and `forbid` take rows of scores like these."""
+        """Whether `argmax`, `digests`, `draw`, `masses` and `forbid` take rows of scores like these."""
         return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,6 +365,13 @@ class CpuKernels:
         pointers = (drawn.data_ptr(), scores.data_ptr(), keys.ctypes.data, temperatures.ctypes.data, tokens)
         self._draw(*pointers, rows, scores.stride(0), size)
         return drawn
+
+    def masses(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `LogitsScan.masses`."""
+        rows, size = scores.shape
+        largest, found = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.float64)
+        self._masses(largest.data_ptr(), found.data_ptr(), scores.data_ptr(), rows, scores.stride(0), size)
+        return largest, found
 
     def forbid(
         self, scores: torch.Tensor, which: Sequence[int], allowed: np.ndarray, token_ids: torch.Tensor | None

@@ -28,6 +28,9 @@ class KernelScan(LogitsScan):
     def digests(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
         return self._kernels.digests(scores, rows) if self._kernels.scans(scores) else super().digests(scores, rows)
 
+    def masses(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernels.masses(scores) if self._kernels.scans(scores) else super().masses(scores)
+
     def forbid(
         self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None
     ) -> None:

@@ -5,7 +5,7 @@ The vocabulary is cut in chunks, of which many programs look at a row's. Filters
 order of their keys: a key is the bits of a token's deficit, which order like the number, above its column. How many
 tokens, or how much of their weight, lies below some levels of deficit says which of them can be kept; those are listed,
 and the last key that is kept is found among them by bisection. Counts and weights are whole numbers, whose sums have no
-order. Tokens are decided by the exact operations of engine/sampling/noise.py and engine/sampling/ieee_math.py;
+order. Tokens are decided by the exact operations of engine/sampling/noise.py and engine/ieee_math.py;
 exponentials of the device decide only which tokens are looked at closely.
 """
 
@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from engine.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.models.memory_plan import LISTED_AT_ONCE
 from engine.passes.device import current, host_buffer, on_device
 from engine.sampling.context import Draw
-from engine.sampling.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
 from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
 from engine.sampling.logits_shaping import WEIGHT_BITS, Change
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2

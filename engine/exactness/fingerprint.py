@@ -15,7 +15,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from engine.cpu.fused_layers import KernelDecoder
-from engine.cpu.linear import KernelLinear
 from engine.exactness.calibration import ExactShapes
 from engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions, write_whole
 from engine.models.compatibility import has_moving_rope
@@ -28,8 +27,10 @@ from engine.quantization.gguf_file import part_paths
 from engine.quantization.sizes import QUANTIZATION_FILE
 from engine.settings import EngineSettings
 
-# Raised when the same parts give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
-_RECIPE = 3
+# Raised when the same parts give other logits than before (engine/cpu/csrc, engine/layers/rotation.py).
+_UNIVERSAL = 1
+# Raised when they give other bits or tokens than before: sampling, grammars, the digest of a row of logits.
+_RECIPE = 4
 _DIGITS = 16
 # Of a file's state.
 _CHANGED_BY_WRITING = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
@@ -81,34 +82,34 @@ def fingerprint_parts(
         "quantization": loaded.quantization,
         "kv_cache_dtype": dtype_name(runner.kv.layers[0].pool.dtype),
         "exact": "on" if settings.exact else "off",
-        "ranks": str(settings.tensor_parallel_size),
-        "kernels": f"{kernels.isa} {kernels.identity}" if kernels else loaded.kernel_identity or "none",
-        "attention": attention_name(runner.backend),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "llguidance": _installed("llguidance"),
-        "spool": f"{_installed('spool-serve')}, recipe {_RECIPE}",
     }
     if settings.ignore_tensors:
         parts["ignore_tensors"] = " ".join(sorted(settings.ignore_tensors))
     if has_moving_rope(model.config):
         parts["max_model_len"] = str(settings.max_model_len)
+    if loaded.universal and isinstance(model.base_model, KernelDecoder):
+        layers = _of_text(model.base_model.described)
+        return parts | {"numerics": f"universal {_UNIVERSAL}", "layers": layers, "sampling": f"recipe {_RECIPE}"}
+    parts |= {
+        "ranks": str(settings.tensor_parallel_size),
+        "kernels": f"{kernels.isa} {kernels.identity}" if kernels else loaded.kernel_identity or "none",
+        "attention": attention_name(runner.backend),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "spool": f"{_installed('spool-serve')}, recipe {_RECIPE}",
+    }
     if device.type == "cpu":
         # Decides which of its functions torch takes, for sines too.
         parts["torch"] += f" {torch.backends.cpu.get_cpu_capability()}"
     else:
         parts["cublas"] = _of_text(str(cublas_conditions()))
-    if not _computed_by_cpu_kernels(model):
+    if not loaded.by_cpu_kernels:
         parts |= {"processor": device_name(device), "shapes": _of_text(str(shapes))}
         parts |= {"page_size": str(settings.page_size), "max_num_batched_tokens": str(settings.batched_tokens)}
         if device.type == "cpu":
             parts["threads"] = str(torch.get_num_threads())
     return parts
-
-
-def _computed_by_cpu_kernels(model: PreTrainedModel) -> bool:
-    """Whether nothing of a pass is left to libraries, so that neither threads nor shapes of calls matter."""
-    return isinstance(model.base_model, KernelDecoder) and isinstance(model.get_output_embeddings(), KernelLinear)
 
 
 def _of_files(files: Iterable[Path]) -> str:

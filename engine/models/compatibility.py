@@ -16,6 +16,8 @@ from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import LayerKv
 from engine.kv.pages import PagePool, PageTable
+from engine.layers.families import FAMILIES
+from engine.layers.rotation import inverse_frequencies
 from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
 from engine.models.source import longest_sequence
 from engine.passes.layout import BatchedSequence
@@ -33,6 +35,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MOVING_ROPE = {"dynamic", "longrope"}
 # Those whose rotary modules were tried with it. Others have such types of their own under the same names.
 _MOVING_ROPE_FAMILIES = {"llama", "phi3"}
+_ROTARY_CLASSES = {f"{classes}RotaryEmbedding" for classes in FAMILIES.values()}
 # Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
 # attention, or one at another position, by much more than a tenth.
 _TOLERANCE = 0.1
@@ -117,10 +120,20 @@ def has_moving_rope(config: PreTrainedConfig) -> bool:
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
     """Gives rotary positions, in place, the frequencies of the longest sequence that is served: those that transformers
-    picks depend on the other sequences of a pass."""
+    picks depend on the other sequences of a pass. To families of the Llama kind, those that every processor computes
+    alike. Raises UnsupportedModelError."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str) and kind in _MOVING_ROPE:
+        if not isinstance(kind, str):
+            continue
+        if type(module).__name__ in _ROTARY_CLASSES:
+            try:
+                frequencies, module.attention_scaling = inverse_frequencies(module.config, max_model_len)
+            except KeyError as error:
+                raise UnsupportedModelError(f"rotary positions of type {kind} lack {error} or are unknown") from error
+            module.inv_freq = frequencies.to(module.inv_freq.device)
+            module.rope_type = "default"
+        elif kind in _MOVING_ROPE:
             of_kind, longest = ROPE_INIT_FUNCTIONS[kind], max_model_len or module.config.max_position_embeddings
             module.inv_freq, module.attention_scaling = of_kind(module.config, module.inv_freq.device, seq_len=longest)
             module.rope_type = "default"

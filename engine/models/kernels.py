@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 def cpu_kernels(
     dtype: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress, quantized: bool
 ) -> CpuKernels | None:
-    """With quantised weights, what processors have for products of bfloat16 numbers is little used, and left out: all
-    then compute the same bits."""
+    """With universal numerics, without what processors have for products of bfloat16 numbers: all then compute the same
+    bits. It is little used with quantised weights."""
     if device.type != "cpu" or dtype not in COMPUTED:
         return None
     try:
-        return load_cpu_kernels(dtype, progress, settings.cpu_isa, universal=quantized)
+        return load_cpu_kernels(dtype, progress, settings.cpu_isa, universal=quantized or settings.universal)
     except ValueError as error:
         raise UnsupportedProcessorError(str(error)) from error
 

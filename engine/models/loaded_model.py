@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backends import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, unrestricted_form
 from engine.cpu.attention import KernelBackend
-from engine.cpu.fused_layers import fuse_layers
+from engine.cpu.fused_layers import KernelDecoder, fuse_layers
 from engine.cpu.kernels import CpuKernels
+from engine.cpu.linear import KernelLinear
 from engine.cuda.setup import GpuPasses
 from engine.kv.kv_store import kv_row_bytes
 from engine.kv.paged_kv import PagedKv
@@ -79,6 +80,18 @@ class LoadedModel:
         """Names the kernels in use."""
         kernels = self.kernels or self.gpu
         return None if kernels is None else kernels.identity
+
+    @property
+    def by_cpu_kernels(self) -> bool:
+        """Whether nothing of a pass is left to libraries, so that neither threads nor shapes of calls matter; known
+        once layers are replaced."""
+        head = self.model.get_output_embeddings()
+        return isinstance(self.model.base_model, KernelDecoder) and isinstance(head, KernelLinear)
+
+    @property
+    def universal(self) -> bool:
+        """Whether every processor computes the same bits; known once layers are replaced."""
+        return self.kernels is not None and self.kernels.universal and self.by_cpu_kernels
 
     @property
     def kv_shape(self) -> KvShape:

@@ -143,8 +143,13 @@ def _target_engine(
     """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
     loaded = replace(loaded, windows=_check_passes(loaded, settings))
     _check_length(loaded, settings)
-    compute_digest = _compute_digest(loaded, settings)
+    weights = _weights_digest(loaded.model)
     replace_layers(loaded, settings.page_size)
+    if settings.universal and not loaded.universal:
+        raise UnsupportedModelError(
+            f"numerics is 'universal', must be 'auto' for {settings.model} here: only dense llama, qwen2 and qwen3 "
+            "models, in one rank, on a CPU with a C compiler compute the same bits on every processor"
+        )
     _make_kernels(loaded, settings, progress)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes, head)
@@ -160,6 +165,7 @@ def _target_engine(
         passes.capture(description.graphed_row_counts, description.max_sequence_length, progress)
         drafting = HeadDrafting(head, passes, pool, features, logits_scan(loaded, head.token_ids))
     written = None if drafting is None else drafting.forget_page
+    compute_digest = hashlib.sha256(weights + _conditions(loaded, settings, description).encode()).digest()
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest, written)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)
@@ -242,15 +248,21 @@ def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | 
     return check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
 
 
-def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
-    """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
-    key = calibration_key(loaded.model, settings, loaded.kernel_identity)
-    digest = hashlib.sha256(key.encode() if settings.exact else str(settings.tensor_parallel_size).encode())
-    if has_moving_rope(loaded.model.config):
-        digest.update(str(settings.max_model_len).encode())
-    for name, weights in sorted(loaded.model.state_dict().items()):
+def _weights_digest(model: PreTrainedModel) -> bytes:
+    """Names the weights, by a sample of each tensor."""
+    digest = hashlib.sha256()
+    for name, weights in sorted(model.state_dict().items()):
         digest.update(name.encode() + weight_sample(weights))
     return digest.digest()
+
+
+def _conditions(loaded: LoadedModel, settings: EngineSettings, description: EngineDescription) -> str:
+    """In exact mode names all but the weights that the bits of KV depend on."""
+    if loaded.universal:
+        return f"{description.fingerprint} {settings.page_size}"
+    key = calibration_key(loaded.model, settings, loaded.kernel_identity)
+    key = key if settings.exact else str(settings.tensor_parallel_size)
+    return f"{key} {settings.max_model_len}" if has_moving_rope(loaded.model.config) else key
 
 
 def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:

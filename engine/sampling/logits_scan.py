@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from engine import ieee_math
 from engine.passes.device import on_device
 from engine.sampling.context import Draw, SamplingContext
-from engine.sampling.logits_shaping import in_order
+from engine.sampling.logits_shaping import in_order, relative_mass
 from engine.sampling.noise import noise_bits
 
 RACE_MARGIN = 24.0
@@ -25,6 +26,8 @@ RACE_MARGIN = 24.0
 
 
 _BUCKET = 128
+# That are computed at a time, as their words fit a CPU's cache.
+_ROWS = 4
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
 _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
 
@@ -78,25 +81,35 @@ class LogitsScan:
         words = pad(bytes_, (0, -bytes_.shape[1] % 8)).contiguous().view(torch.int64)
         places = torch.arange(words.shape[1], device=device)
         # A few rows at a time, whose words fit a CPU's cache.
-        parts = words.split(4 if device.type == "cpu" else 64)
+        parts = words.split(_ROWS if device.type == "cpu" else 64)
         return torch.cat([noise_bits(noise_bits(part, places), places).sum(1) for part in parts])
 
     def logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Tensor, count: int) -> Tensor:
         """Of some `rows` of logits [R, V] and a token of each, on the device of the logits, without waiting for it
         (int64): the log probability of the token, the ids of the `count` likeliest ones, or of all, and their log
-        probabilities. These are float64, as bits.
+        probabilities, rounded to float32. These are float64, as bits.
 
-        Computed row by row, so that nothing depends on the batch; only what is asked for is kept of a row.
+        Nothing depends on the batch: sums are exact, and all else is computed number by number.
         """
         found = []
-        for row, token in zip(rows, tokens, strict=True):
-            # A copy, which begins at the same alignment for every row: on a GPU, the order of sums depends on it.
-            scores = logits[row].to(torch.float32, copy=True)
-            likeliest = in_order((scores.amax() - scores + 0.0)[None], min(count, len(scores)))[0]
-            picked = torch.log_softmax(scores, dim=-1)[torch.cat([token[None], likeliest])]
-            bits = picked.to(torch.float64).view(torch.int64)
-            found.append(torch.cat([bits[:1], likeliest, bits[1:]]))
-        return torch.stack(found)
+        for some, own in zip(on_device(rows, logits.device).split(_ROWS), tokens.split(_ROWS), strict=True):
+            scores = logits[some]
+            largest, mass = self.masses(scores)
+            columns = own[:, None]
+            if count:
+                deficit = largest[:, None] - scores.to(torch.float32) + 0.0
+                columns = torch.cat([columns, in_order(deficit, min(count, scores.shape[1]))], 1)
+            deficit = (largest[:, None] - scores.gather(1, columns).to(torch.float32)).to(torch.float64)
+            logprobs = (-deficit - ieee_math.log(mass)[:, None]).to(torch.float32)
+            bits = logprobs.to(torch.float64).view(torch.int64)
+            found.append(torch.cat([bits[:, :1], columns[:, 1:], bits[:, 1:]], 1))
+        return torch.cat(found)
+
+    def masses(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row [R, V] the largest score, float32 [R], and all probabilities together where its own is 1, float64
+        [R]; NaN where a row is not finite."""
+        largest = scores.amax(1).to(torch.float32)
+        return largest, relative_mass(largest[:, None] - scores)
 
     @torch.inference_mode()
     def forbid(

@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from engine.sampling.ieee_math import exp_of_negative
+from engine.ieee_math import exp_of_negative
 from scheduler.sampling import SamplingParameters
 
 # Weights are whole multiples of 2^-34 of the most likely token's: 2^18 of them still add up exactly in float64.
@@ -189,6 +189,12 @@ def in_order(deficit: Tensor, size: int) -> Tensor:
     if size == deficit.shape[1]:
         return keys.sort(dim=1).values & 0xFFFFFFFF
     return keys.topk(size, dim=1, largest=False, sorted=True).values & 0xFFFFFFFF
+
+
+def relative_mass(deficit: Tensor) -> Tensor:
+    """The sum of the probabilities in each row of deficits [R, V] relative to the row's largest, float64 [R]; NaN where
+    a deficit is."""
+    return (exp_of_negative(deficit) * 2.0**WEIGHT_BITS).floor_().sum(1, dtype=torch.float64) * 2.0**-WEIGHT_BITS
 
 
 def _weights(deficit: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.cpu.isa import available_isas
 from engine.exactness.fingerprint import folder_parts
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
@@ -22,6 +23,10 @@ SETTINGS = {"threads": 1, "page_size": 16, "kv_pages": 8, "max_num_batched_token
 
 def parts_of(settings: EngineSettings) -> dict[str, str]:
     return dict(load_target_engine(settings, lambda *_: None).description.fingerprint)
+
+
+def different(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,6 @@ def parts(settings: EngineSettings) -> dict[str, str]:
         ({}, []),
         ({"threads": 2, "kv_pages": 12, "max_num_batched_tokens": 64, "prefix_cache": False}, []),
         ({"exact": False}, ["exact"]),
-        ({"quantization": "int8"}, ["kernels", "quantization"]),
         ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype"]),
         ({"dtype": "float16"}, ["dtype", "kernels", "kv_cache_dtype"]),
     ],
@@ -49,8 +53,28 @@ def parts(settings: EngineSettings) -> dict[str, str]:
 def test_settings_that_bits_depend_on_have_a_part(
     change: dict[str, Any], changed: list[str], settings: EngineSettings, parts: dict[str, str]
 ) -> None:
-    found = parts_of(replace(settings, **change))
-    assert sorted(name for name in found.keys() | parts.keys() if found.get(name) != parts.get(name)) == changed
+    assert different(parts_of(replace(settings, **change)), parts) == changed
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        *(({"cpu_isa": isa.name, "threads": 2, "max_num_batched_tokens": 64}, []) for isa in available_isas()),
+        ({"quantization": "int8"}, ["quantization"]),
+        ({"quantization": "none"}, ["quantization"]),
+        ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype"]),
+        ({"dtype": "float16"}, ["dtype", "kv_cache_dtype", "layers"]),
+    ],
+    ids=str,
+)
+def test_universal_numerics_depend_on_no_processor(
+    change: dict[str, Any], changed: list[str], settings: EngineSettings
+) -> None:
+    universal = replace(settings, numerics="universal", quantization="int4")
+    parts = parts_of(universal)
+    assert parts["numerics"] == "universal 1"
+    assert not {"kernels", "torch", "transformers", "spool"} & parts.keys()
+    assert different(parts_of(replace(universal, **change)), parts) == changed
 
 
 @pytest.mark.parametrize(("file", "part"), [("model.safetensors", "weights"), ("config.json", "model")])

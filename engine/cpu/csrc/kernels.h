@@ -78,6 +78,9 @@ void spool_digests(
 void spool_draw(int64_t *to, const element *scores, const int64_t *keys, const float *temperatures,
     const int64_t *tokens, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
 
+void spool_masses(
+    float *largests, double *to, const element *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
+
 void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t rows,
     ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes);
 

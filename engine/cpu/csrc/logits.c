@@ -108,7 +108,7 @@ void spool_digests(
     }
 }
 
-// As engine/sampling/ieee_math.py, operation by operation.
+// As engine/ieee_math.py, operation by operation.
 INLINE double ieee_log(double x) {
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -183,6 +183,29 @@ void spool_draw(int64_t *to, const element *scores, const int64_t *keys, const f
                               ? draw_place(of, tokens, size, highest, keys[row], temperatures[row])
                               : first_place(of, size, highest);
         to[row] = tokens ? tokens[place] : place;
+    }
+}
+
+// Of each of `rows` rows of `size` numbers, `stride` apart: the largest, and the sum of e^(number - largest), rounded down to
+// multiples of 2^-34, so that it is exact in any order; NaN where the largest is not finite.
+void spool_masses(
+    float *largests, double *to, const element *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size) {
+#pragma omp parallel for schedule(static) if (SHARED_OUT)
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        const element *of = scores + row * stride;
+        float highest = largests[row] = largest_of(of, size);
+        double sums[LANES] = {0};
+        for (ptrdiff_t i = 0; i < size; i += LANES) {
+            f32v mass = exponential(load_some(of + i, size - i) - splat(highest)) * splat(0x1p34f);
+            // Larger ones are whole numbers.
+            i32v small = mass < 0x1p24f;
+            f32v whole = __builtin_convertvector(__builtin_convertvector(blend(small, mass, splat(0.0f)), i32v), f32v);
+            float lanes[LANES];
+            store(lanes, blend(small, whole, mass));
+            for (int lane = 0; lane < LANES; lane++) sums[lane] += lanes[lane];
+        }
+        for (int lane = 1; lane < LANES; lane++) sums[0] += sums[lane];
+        to[row] = isfinite(highest) ? sums[0] * 0x1p-34 : NAN;
     }
 }
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.sampling import ieee_math
+from engine import ieee_math
 from engine.sampling.noise import (
     GOLDEN,
     LARGEST_GUMBEL,
