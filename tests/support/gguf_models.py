@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [("h", "i"), ("1", "2"), ("12", "3"), ("Ġ", "hi")]
@@ -76,18 +76,18 @@ def write_model(
     one, but those with a part of a name in `without`. `types` of layers other than Q8_0, where it is `quantized`.
     `part_tensors`: of each part of a file in parts, whose names begin with that of `path`."""
     model = random_model(kind, tied) if model is None else model
-    architecture = kind.removesuffix("_text")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], SHAPE["num_hidden_layers"])
+    architecture, config = kind.removesuffix("_text"), model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     if kind == "gemma3_text":
         writer.add_sliding_window(GEMMA3["sliding_window"])
-    writer.add_context_length(SHAPE["max_position_embeddings"])
-    writer.add_embedding_length(SHAPE["hidden_size"])
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_block_count(SHAPE["num_hidden_layers"])
-    writer.add_head_count(SHAPE["num_attention_heads"])
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(SHAPE["rms_norm_eps"])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(SHAPE["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -106,15 +106,17 @@ def write_model(
         data = parameter.detach().numpy()
         stem, suffix = name.rsplit(".", 1)
         stored = data
-        if kind == "llama" and (heads := heads_of(name)):
+        heads = heads_of(name, config) if kind == "llama" else 0
+        if heads:
             stored = interleaved(data, heads)
         if kind == "gemma3_text" and name.endswith("norm.weight"):
             stored = data + 1
         raw = None
         if quantized and data.ndim == 2:
             raw = gguf.GGMLQuantizationType[types.get(stem.rpartition(".")[2], "Q8_0")]
-            data = gguf.quants.dequantize(gguf.quants.quantize(data, raw), raw)
-            stored = gguf.quants.quantize(stored, raw)
+            blocks = quantized_blocks(data, raw)
+            data = gguf.quants.dequantize(blocks, raw)
+            stored = interleaved(blocks, heads) if heads else blocks
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=raw)
         parameters[name] = torch.from_numpy(data)
     writer.write_header_to_file()
@@ -128,10 +130,28 @@ def shape_of(kind: str) -> dict[str, Any]:
     return SHAPE | GEMMA3 if kind == "gemma3_text" else SHAPE
 
 
-def heads_of(name: str) -> int:
+def heads_of(name: str, config: PreTrainedConfig) -> int:
     if "q_proj" in name:
-        return int(SHAPE["num_attention_heads"])
-    return int(SHAPE["num_key_value_heads"]) if "k_proj" in name else 0
+        return int(config.num_attention_heads)
+    return int(config.num_key_value_heads) if "k_proj" in name else 0
+
+
+def quantized_blocks(numbers: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Bytes of numbers `[out, in]` as the package quantises them; of types that it only reads, bytes of other numbers,
+    made of these ones' bits, with scales of at most 2^-12."""
+    try:
+        return gguf.quants.quantize(numbers, kind)
+    except NotImplementedError:
+        size, of_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = numbers.reshape(len(numbers), -1, size)
+        # The lowest bits but one, as the very lowest may all be 0.
+        raw = (blocks.view(np.uint32)[..., :of_bytes] >> 5).astype(np.uint8)
+        scales = (np.abs(blocks[..., :2]) % 2**-12).astype(np.float16).view(np.uint8)
+        if kind is gguf.GGMLQuantizationType.Q6_K:
+            raw[..., -2:] = scales[..., :2]
+        else:
+            raw[..., :4] = scales
+        return raw.reshape(len(numbers), -1)
 
 
 def stated(key: str, value: object) -> Change:
