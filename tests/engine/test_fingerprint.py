@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.cpu.isa import available_isas
+from engine.errors import UnsupportedModelError
 from engine.exactness.fingerprint import folder_parts
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
@@ -75,6 +76,27 @@ def test_universal_numerics_depend_on_no_processor(
     assert parts["numerics"] == "universal 1"
     assert not {"kernels", "torch", "transformers", "spool"} & parts.keys()
     assert different(parts_of(replace(universal, **change)), parts) == changed
+
+
+def test_universal_targets_read_the_kv_of_each_other(settings: EngineSettings) -> None:
+    layouts = [
+        load_target_engine(replace(settings, **change), lambda *_: None).kv_store.layout
+        for isa in available_isas()
+        for change in ({"cpu_isa": isa.name, "quantization": "int4"}, {"cpu_isa": isa.name, "numerics": "universal"})
+    ]
+    assert len(set(layouts[::2])) == len(set(layouts[1::2])) == 1
+    assert layouts[0] != layouts[1]
+
+
+@pytest.mark.parametrize(("family", "compiler"), [("gemma3_text", None), ("qwen3_moe", None), ("llama", "none")])
+def test_universal_numerics_are_refused_where_they_are_not_to_be_had(
+    family: str, compiler: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    settings = EngineSettings(str(save_tiny_pair(family, tmp_path)[0]), numerics="universal", exact=False, **SETTINGS)
+    with pytest.raises(UnsupportedModelError, match=f"numerics is 'universal', must be 'auto' for .*{family}-target"):
+        load_target_engine(settings, lambda *_: None)
 
 
 @pytest.mark.parametrize(("file", "part"), [("model.safetensors", "weights"), ("config.json", "model")])

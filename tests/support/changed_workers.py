@@ -1,8 +1,9 @@
-"""Environments of worker processes that compute slowly, or die of a poisoned prompt."""
+"""Environments of worker processes that compute slowly, die of a poisoned prompt, or have other processors."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 _HOOK = Path(__file__).with_name("worker_hook")
@@ -16,6 +17,11 @@ def slow_steps(seconds: float) -> dict[str, str]:
 
 def dying_of_poison() -> dict[str, str]:
     return _path() | {"SPOOL_POISON": ",".join(map(str, POISON))}
+
+
+def unlike(isas: Mapping[str, str]) -> dict[str, str]:
+    """The instruction sets of workers, by their names."""
+    return _path() | {"SPOOL_ISAS": " ".join(f"{name}={isa}" for name, isa in isas.items())}
 
 
 def _path() -> dict[str, str]:

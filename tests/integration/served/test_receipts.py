@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -20,10 +20,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from engine.cpu.isa import available_isas
+from engine.cpu.isa import AUTO, available_isas, library_limits
 from services.receipts.receipt import Receipt
 from services.receipts.signing import ReceiptKey
 from spool_client import Client
+from tests.support.changed_workers import slow_steps, unlike
 from tests.support.chat_templates import HERMES
 from tests.support.command_line import Ended, spool, write_lines
 from tests.support.no_ray import NoRay, served_without_ray
@@ -85,14 +86,16 @@ def asked(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(target: Path, draft: Path, isa: str, folder: Path) -> Iterator[tuple[NoRay, str]]:
-    """With the public key of its receipts."""
+def serving(
+    target: Path, draft: Path, folder: Path, engine: Mapping[str, str], group: Mapping[str, Any], **settings: Any
+) -> Iterator[tuple[NoRay, str]]:
+    """With the public key of its receipts. `engine` and `group`: settings of the engine and of targets."""
     key = folder / "key.pem"
     private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     key.write_bytes(private)
-    settings: dict[str, Any] = {
-        "engine": ENGINE | {"cpu_isa": isa},
-        "groups": {"target": PACED | {"replicas": 2}},
+    settings |= {
+        "engine": ENGINE | engine,
+        "groups": {"target": group},
         "gateway": {"receipts": True, "receipt_key_file": str(key)},
     }
     with served_without_ray(folder, target, "--draft", draft, **settings) as server:
@@ -129,9 +132,31 @@ async def ask_all(server: NoRay, bodies: list[dict[str, Any]], kills: list[str])
         return [receipt for answer in await asyncio.gather(*answers) for receipt in answer]
 
 
-def replayed(target: Path, receipts: list[dict[str, Any]], *options: object) -> Ended:
+def chatty(target: Path, folder: Path) -> Path:
+    """A copy that takes tools. Each of its conversations has a prompt of its own, which only the receipt knows."""
+    copy = shutil.copytree(target, folder / "target")
+    (copy / "chat_template.jinja").write_text("{{ strftime_now('%H:%M:%S.%f') }}" + HERMES)
+    return copy
+
+
+async def gathered(server: NoRay, count: int, at_once: int) -> list[dict[str, Any]]:
+    """So many receipts or more, of requests of all kinds; each time that so many run at once, processes are killed."""
+    receipts: list[dict[str, Any]] = []
+    for kills in cycle(KILLS):
+        await asyncio.to_thread(server.wait_until_up)
+        bodies = [asked(len(receipts) + number) for number in range(at_once)]
+        found = await ask_all(server, bodies, kills)
+        assert len(found) == sum(body.get("n", 1) for body in bodies)
+        receipts += found
+        if len(receipts) >= count:
+            return receipts
+    raise AssertionError
+
+
+def replayed(target: Path, receipts: list[dict[str, Any]], *options: object, isa: str = AUTO) -> Ended:
     file = write_lines(target.parent / "receipts.jsonl", *receipts)
-    return spool("replay", file, "--target", target, "--json", *options, timeout=1000)
+    limits = library_limits(isa)
+    return spool("replay", file, "--target", target, "--json", *options, environment=limits, timeout=1000)
 
 
 @pytest.mark.parametrize(
@@ -143,19 +168,10 @@ def test_killed_processes_leave_no_mark_on_receipts_and_changes_do(
 ) -> None:
     if isa not in ("auto", *(each.name for each in available_isas())):
         pytest.skip(f"another processor: without {isa}")
-    target = shutil.copytree(tiny_pair[0], tmp_path / "target")
-    # Every conversation has a prompt of its own, which only the receipt knows.
-    (target / "chat_template.jinja").write_text("{{ strftime_now('%H:%M:%S.%f') }}" + HERMES)
-    receipts: list[dict[str, Any]] = []
-    with serving(target, tiny_pair[1], isa, tmp_path) as (server, public_key):
-        for kills in cycle(KILLS):
-            server.wait_until_up()
-            bodies = [asked(len(receipts) + number) for number in range(at_once)]
-            found = asyncio.run(ask_all(server, bodies, kills))
-            assert len(found) == sum(body.get("n", 1) for body in bodies)
-            receipts += found
-            if len(receipts) >= count:
-                break
+    target = chatty(tiny_pair[0], tmp_path)
+    group = PACED | {"replicas": 2}
+    with serving(target, tiny_pair[1], tmp_path, {"cpu_isa": isa}, group) as (server, public_key):
+        receipts = asyncio.run(gathered(server, count, at_once))
         server.wait_until_up()
         with Client(server.address) as client:
             answers = client.replay(map(json.dumps, receipts), timeout=8 * LONG)
@@ -181,3 +197,24 @@ def test_killed_processes_leave_no_mark_on_receipts_and_changes_do(
     assert ended.code == 1, ended.err
     for found, place in zip(ended.summary["receipts"], places, strict=True):
         assert found["reason"].startswith(f"output token {place} is "), found["reason"]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=MANY)])
+def test_unlike_targets_give_one_text_and_receipts_hold_on_every_processor(
+    count: int, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Requests go on at targets with another instruction set where theirs are killed."""
+    isas = [isa.name for isa in available_isas()]
+    environment = slow_steps(0.02) | unlike({"target-0": isas[0], "target-1": isas[-1]})
+    group = PACED | {"replicas": 2, "environment": environment}
+    models, target = {"quantization": "int4"}, chatty(tiny_pair[0], tmp_path)
+    with serving(target, tiny_pair[1], tmp_path, {}, group, models=models) as (server, _):
+        receipts = asyncio.run(gathered(server, count, 20))
+        said = "\n".join(server.lines)
+    assert all(f"CPU kernels for {isa}" in said for isa in (isas[0], isas[-1])), said
+    assert "may give other bits" not in said
+    assert {receipt["fingerprint"]["numerics"] for receipt in receipts} == {"universal 1"}
+    for isa in isas:
+        ended = replayed(target, receipts, isa=isa)
+        assert ended.code == 0, ended.err
+        assert ended.summary["tokens"] == sum(len(receipt["output_token_ids"]) for receipt in receipts)

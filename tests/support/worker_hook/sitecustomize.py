@@ -1,14 +1,23 @@
-"""Slows or kills a worker process: Python imports this at its start if this folder is on its path.
+"""Slows, kills or limits a worker process: Python imports this at its start if this folder is on its path.
 
 With SPOOL_STEP_SECONDS, a step with rows takes at least that time. With SPOOL_POISON, a row that holds half of these
-token ids in sequence kills the process. Half, because a prompt may come in two rows.
+token ids in sequence kills the process. Half, because a prompt may come in two rows. With SPOOL_ISAS, `name=set` and so
+on, workers of these names have these instruction sets.
 """
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
+from engine.cpu.isa import library_limits
+
+# Before torch is imported.
+_ISAS = dict(pair.split("=") for pair in os.environ.get("SPOOL_ISAS", "").split())
+os.environ.update(library_limits(_ISAS.get(sys.orig_argv[-1], "auto")))
+
+# ruff: noqa: E402
 from protos import worker_pb2
 from services.worker.executor import Reply, StepExecutor
 
