@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.build import compiled_library
+from engine.cpu.build import FLAGS, SOURCES, compiled_library
 from engine.cpu.isa import InstructionSet, available_isas, compiler_options
 from engine.cpu.kernels import CpuKernels
 from engine.demo.build import build_demo_models
@@ -25,11 +27,13 @@ from engine.kv.pages import PagePool
 from engine.models.fetching import fetch_model
 from engine.models.reading import read_model
 from engine.models.source import resolve_model
+from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import paged_logits
 from tests.support.golden_models import FAMILIES, STORED, WEIGHTS, golden_folder, golden_tokens
+from tests.support.recorded_pass import RecordingKernels
 
 GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_logits.json").read_text())
 """By the number of rows and the form of the model."""
@@ -39,6 +43,7 @@ ROWS = 64
 MANY_ROWS = 4096
 KV = ("auto", "int8")
 FORMS = [f"{family}-{weights}-{kv}" for family in FAMILIES for weights in WEIGHTS for kv in KV]
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # The instruction set, whether with all that it takes of further ones, and the compiler.
 Build = tuple[InstructionSet, bool, str]
 ISAS = available_isas()
@@ -64,27 +69,37 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def kernels_of(build: Build, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+def kernels_of(build: Build, monkeypatch: pytest.MonkeyPatch, kind: type[CpuKernels] = CpuKernels) -> CpuKernels:
     isa, whole, compiler = build
     monkeypatch.setenv("CC", compiler)
     compiled_kernels(isa=isa.name, universal=True)
     isa = isa if whole else replace(isa, takes={})
     library = compiled_library(isa, "bfloat16", True, lambda *_: None)
-    return CpuKernels(ctypes.CDLL(str(library.path)), torch.bfloat16, isa.name, library.identity, universal=True)
+    return kind(ctypes.CDLL(str(library.path)), torch.bfloat16, isa.name, library.identity, universal=True)
 
 
-def digest_of(folder: Path, kernels: CpuKernels, quantization: str, kv: str, rows: int) -> str:
-    """Of the logits of a sequence, computed by a prefill, by pieces as in verification, and one by one."""
+def runner_of(folder: Path, kernels: CpuKernels, quantization: str, kv: str, rows: int) -> tuple[ModelRunner, PagePool]:
+    """With room for so many rows."""
     settings = EngineSettings(str(folder), quantization=quantization, kv_cache_dtype=kv, page_size=PAGE_SIZE)
     source = fetch_model(resolve_model(str(folder), Role.TARGET), lambda *_: None)
     loaded = replace(read_model(source, settings, Role.TARGET, lambda *_: None), kernels=kernels)
     loaded.replace_layers(PAGE_SIZE)
     assert loaded.universal
     pool = PagePool(rows // PAGE_SIZE, PAGE_SIZE)
+    return loaded.runner(pool, None, ()), pool
+
+
+def digest_of(folder: Path, kernels: CpuKernels, quantization: str, kv: str, rows: int) -> str:
+    """Of the logits of a sequence, computed by a prefill, by pieces as in verification, and one by one."""
+    runner, pool = runner_of(folder, kernels, quantization, kv, rows)
     pieces = [*[128] * (rows // 128 - 1), *[min(rows, 128) // 2 - 4], 7, 1, 3, 5, 8, 1, 1]
     pieces += [1] * (rows - sum(pieces))
-    logits = paged_logits(loaded.runner(pool, None, ()), pool, golden_tokens(rows), pieces)
-    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
+    logits = paged_logits(runner, pool, golden_tokens(rows), pieces)
+    return digest(logits.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def digest(logits: bytes) -> str:
+    return hashlib.sha256(logits).hexdigest()[:16]
 
 
 @cache
@@ -130,3 +145,36 @@ def test_the_demo_gives_the_golden_logits(build: Build, monkeypatch: pytest.Monk
     folder = build_demo_models(lambda *_: None)[Role.TARGET]
     torch.set_num_threads(2)
     assert digest_of(folder, kernels, "auto", "auto", ROWS) == GOLDEN[str(ROWS)]["demo"]
+
+
+def program(compiler: str, options: Sequence[str], folder: Path) -> Path:
+    made = folder / "run_model"
+    files = [Path(__file__).parent / "kernels" / "run_model.c", *sorted(SOURCES.glob("*.c"))]
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    command = [compiler, *flags, "-DELEMENT_BF16", "-DUNIVERSAL", *options, f"-I{SOURCES}", "-o", str(made)]
+    subprocess.run([*command, *map(str, files), "-lm"], check=True)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["-march=armv8-a", "-march=armv8.2-a+bf16+dotprod"])
+def test_arm_gives_the_golden_logits(options: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and head in an emulator, of a pass that was recorded here."""
+    for needed in (CROSS_COMPILER, EMULATOR):
+        if shutil.which(needed) is None:
+            pytest.skip(f"there is no {needed} here")
+    run_model, recorded = program(CROSS_COMPILER, [options, "-static"], tmp_path), tmp_path / "recorded"
+    kernels = kernels_of(SOME[0], monkeypatch, RecordingKernels)
+    assert isinstance(kernels, RecordingKernels)
+    found = {}
+    for form in FORMS:
+        family, weights, kv = form.split("-")
+        quantization = "auto" if weights in STORED else weights
+        runner, pool = runner_of(_folder(family, weights, root), kernels, quantization, kv, ROWS)
+        kernels.record()
+        paged_logits(runner, pool, golden_tokens(ROWS), [ROWS])
+        recorded.write_bytes(kernels.recorded())
+        found[form] = digest(
+            subprocess.run([EMULATOR, "-cpu", "max", run_model, recorded], check=True, capture_output=True).stdout
+        )
+    assert found == {form: GOLDEN[str(ROWS)][form] for form in FORMS}

@@ -1,0 +1,91 @@
+"""One pass of the CPU kernels in a file, for a program without Python (tests/engine/kernels/run_model.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from engine.cpu.kernels import PANEL, CpuKernels, LayerPass, LayerWeights, LinearWeights, Panels
+
+_LINE = 64
+_ELEMENT = 2
+_LINEARS = ("qkv", "out", "gate_up", "down")
+
+
+class _Recorded(ctypes.Structure):
+    """As run_model.c has it."""
+
+    _fields_ = (
+        ("layer_pass", LayerPass),
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_ssize_t) for name in ("layer_count", "pool_bytes", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm")),
+        ("head", LinearWeights),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class RecordingKernels(CpuKernels):
+    """Kernels for 16 bits that record a pass over a single sequence, computed in one call for all layers."""
+
+    def record(self) -> None:
+        self._found = _Recorded()
+        self._image = bytearray(ctypes.sizeof(_Recorded))
+
+    def recorded(self) -> bytes:
+        self._image[: ctypes.sizeof(_Recorded)] = bytes(self._found)
+        return bytes(self._image)
+
+    def layers(
+        self, residual: torch.Tensor, pools: ctypes.Array[Any], weights: ctypes.Array[Any], layer_pass: LayerPass
+    ) -> None:
+        found, first, rows = self._found, weights[0], layer_pass.rows
+        found.residual = self._put(residual.data_ptr(), residual.nbytes)
+        found.layer_pass = LayerPass.from_buffer_copy(layer_pass)
+        table = rows * first.head_dim * 4
+        sizes = {"cos": table, "sin": table, "slots": rows * 8, "blocks": layer_pass.block_count * 32}
+        for name, size in (sizes | {"pages": -(-layer_pass.longest // layer_pass.page_size) * 8}).items():
+            setattr(found.layer_pass, name, self._put(getattr(layer_pass, name), size))
+        numbers = first.kv_heads * layer_pass.page_size * layer_pass.page_count
+        found.pool_bytes = 2 * numbers * (first.head_dim + 4 if layer_pass.quantized else _ELEMENT * first.head_dim)
+        copies = (LayerWeights * len(weights))(*map(self._copy, weights))
+        found.layers, found.layer_count = self._put(ctypes.addressof(copies), ctypes.sizeof(copies)), len(copies)
+        super().layers(residual, pools, weights, layer_pass)
+
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        self._found.norm, self._found.epsilon = self._put(weight.data_ptr(), weight.nbytes), epsilon
+        return super().norm(rows, weight, epsilon)
+
+    def linear(self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int) -> torch.Tensor:
+        self._found.head, self._found.outputs = self._linear_copy(panels.described(bias), rows.shape[1], out), out
+        return super().linear(rows, panels, bias, out)
+
+    def _copy(self, layer: LayerWeights) -> LayerWeights:
+        copy, queries = LayerWeights.from_buffer_copy(layer), layer.query_heads * layer.head_dim
+        inputs = layer.hidden, queries, layer.hidden, layer.inner
+        outputs = queries + 2 * layer.kv_heads * layer.head_dim, layer.hidden, 2 * layer.inner, layer.hidden
+        for name, into, out in zip(_LINEARS, inputs, outputs, strict=True):
+            setattr(copy, name, self._linear_copy(getattr(layer, name), into, out))
+        for name, size in (("attention", layer.hidden), ("mlp", layer.hidden), ("query", layer.head_dim)):
+            setattr(copy, f"{name}_norm", self._put(getattr(layer, f"{name}_norm"), size * _ELEMENT))
+        copy.key_norm = self._put(layer.key_norm, layer.head_dim * _ELEMENT)
+        return copy
+
+    def _linear_copy(self, linear: LinearWeights, into: int, out: int) -> LinearWeights:
+        panels, copy = -(-out // PANEL), LinearWeights.from_buffer_copy(linear)
+        of_output = into * _ELEMENT
+        if linear.bits:
+            of_output = into * linear.bits // 8 + into // linear.group * 2 * (4 if linear.wide else 2)
+        copy.weights = self._put(linear.weights, panels * PANEL * of_output)
+        copy.bias = self._put(linear.bias, panels * PANEL * 4)
+        return copy
+
+    def _put(self, address: int | None, size: int) -> int:
+        if address is None:
+            return 0
+        self._image.extend(bytes(-len(self._image) % _LINE))
+        place = len(self._image)
+        self._image.extend(ctypes.string_at(address, size))
+        return place
