@@ -27,6 +27,7 @@ from services.receipts.fingerprint import fingerprint_name
 from services.receipts.receipt import Receipt
 from services.worker.executor import StepExecutor
 from tests.support.command_line import Ended, save_tokenizer, spool_here, write_lines
+from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
@@ -423,3 +424,19 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
         answer.write_text(text)
         ended = spool_here("replay", answer)
         assert (ended.code, problem in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_receipts_that_were_kept_are_equal_for_ever(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of universal numerics, made in December 2026 with AVX-512. The version of llguidance alone may be another one: a
+    change of anything else of their fingerprint breaks what was promised to those who keep receipts."""
+    compiled_kernels()
+    monkeypatch.setenv("SPOOL_CPU_ISA", isa)
+    kept = Path(__file__).with_name("kept")
+    receipts = [json.loads(line) for line in (kept / "receipts.jsonl").read_text().splitlines()]
+    parts = receipts[0]["fingerprint"]
+    ended = replayed(kept, tmp_path, *receipts, options=["--against", fingerprint_name(parts)])
+    assert ended.code == 0, ended.err
+    assert ended.summary["tokens"] == sum(len(receipt["output_token_ids"]) for receipt in receipts)
+    here = load_target_engine(EngineSettings(str(kept), quantization="int4", **ENGINE), lambda *_: None)
+    assert {**here.description.fingerprint, "llguidance": parts["llguidance"]} == parts
