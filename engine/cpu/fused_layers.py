@@ -20,26 +20,37 @@ from engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
 from engine.cpu.linear import KernelLinear, prepack_linear
 from engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
 from engine.layers.rotation import RotationTable
+from engine.parallel.layers import SummedLinear
 
 
 class FusedDecoderLayer(LlamaLayer):
     """Four linear layers with prepacked weights, and kernels for the operations between them."""
 
     def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
-        super().__init__(layer, lambda linear: prepack_linear(linear, kernels))
+        super().__init__(
+            layer,
+            lambda linear: prepack_linear(linear, kernels),
+            lambda linear: prepack_linear(linear, kernels, in_parts=True),
+        )
         self._kernels = kernels
 
     @property
     def has_kernel_linears(self) -> bool:
-        return all(isinstance(linear, KernelLinear) for linear in (self._qkv, self._out, self._gate_up, self._down))
+        """Of a layer that ranks share, this rank's parts."""
+        linears = (self._qkv, self._out, self._gate_up, self._down)
+        return all(isinstance(getattr(linear, "part", linear), KernelLinear) for linear in linears)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other ranks share the layer."""
+        return not isinstance(self._out, SummedLinear)
 
     @property
     def described(self) -> tuple[object, ...]:
-        """Of what the layer computes, all but weights; numbers as the kernels have them."""
-        weights = self.weights()
-        sizes = weights.hidden, weights.inner, weights.query_heads, weights.kv_heads, weights.head_dim
-        epsilons = weights.attention_epsilon, weights.mlp_epsilon, weights.head_epsilon
-        return (*sizes, *epsilons, weights.rule.window, weights.rule.scaling, weights.rule.cap)
+        """Of what the layer computes, all but weights and sizes."""
+        rule, head_norms = kernel_rule(self._rule), self._head_norms
+        epsilons = self._attention_norm[1], self._mlp_norm[1], None if head_norms is None else head_norms[2]
+        return (*epsilons, rule.window, rule.scaling, rule.cap)
 
     def weights(self) -> LayerWeights:
         """For whole layers by kernel. They point to what this layer keeps alive."""
@@ -72,20 +83,23 @@ class FusedDecoderLayer(LlamaLayer):
         **kwargs: object,
     ) -> torch.Tensor:
         """`[1, rows, hidden]`, which becomes the sum of residuals, and the cosines and sines of the rows' positions."""
-        kernels, residual = self._kernels, hidden_states[0]
-        layer = paged_step.kv.layers[self._index]
+        self.add(hidden_states[0], paged_step.rotation(position_embeddings), paged_step)
+        return hidden_states
+
+    def add(self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep) -> None:
+        """Adds to `residual` `[rows, hidden]` what the layer adds, with the `signed_rotation` of the rows."""
+        kernels, layer = self._kernels, paged_step.kv.layers[self._index]
         rows = kernels.norm(residual, *self._attention_norm)
-        rotation = paged_step.rotation(position_embeddings)
         slots = paged_step.of(self._index).slots
         queries = kernels.rotate_write(self._qkv(rows), rotation, slots, layer, self._query_heads, self._head_norms)
         attended = self._out(paged_step.attend(self._index, queries, self._rule).flatten(1))
         rows = kernels.add_norm(residual, attended, *self._mlp_norm)
         residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
-        return hidden_states
 
 
 class KernelDecoder(nn.Module):
-    """Embeddings, all layers in one call, and the last norm: passes over few rows are short."""
+    """Embeddings, all layers, and the last norm. Layers that no ranks share are one call: passes over few rows are
+    short."""
 
     def __init__(self, decoder: nn.Module, kernels: CpuKernels) -> None:
         """`decoder` has layers that are fused, with linear layers by kernel."""
@@ -95,8 +109,10 @@ class KernelDecoder(nn.Module):
         self._rotations = RotationTable(decoder.rotary_emb, kernels.dtype)
         self._norm = weight_and_epsilon(decoder.norm)
         self._kernels = kernels
-        self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
-        self._scratch = kernels.layer_scratch(self._weights[0])
+        self._weights, self._scratch = (LayerWeights * 0)(), 0
+        if all(layer.is_whole for layer in self.layers):
+            self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
+            self._scratch = kernels.layer_scratch(self._weights[0])
         self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
 
     @property
@@ -126,6 +142,10 @@ class KernelDecoder(nn.Module):
         if len(plans) < len(paged_step.groups):
             raise TypeError(f"the pass attends by {type(paged_step.groups[0].plan).__name__}, must be by kernel")
         rotation = self._rotations.of(positions, plans[0].longest)
+        if not self._weights:
+            for layer in self.layers:
+                layer.add(hidden_states, rotation, paged_step)
+            return
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
         kv, count = paged_step.kv, len(self._weights)
         passes = [

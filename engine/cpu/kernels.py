@@ -72,7 +72,7 @@ class LinearWeights(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
-        *((name, ctypes.c_ssize_t) for name in ("bits", "group", "wide")),
+        *((name, ctypes.c_ssize_t) for name in ("bits", "group", "wide", "parts", "exact")),
     )
 
 
@@ -145,10 +145,10 @@ class Panels:
     group: int = 0
     wide: bool = False
 
-    def described(self, bias: torch.Tensor | None) -> LinearWeights:
-        """For a kernel. Keeps neither alive."""
+    def described(self, bias: torch.Tensor | None, parts: int = 1, exact: bool = False) -> LinearWeights:
+        """For a kernel, which sums inputs in 1, 2 or 4 `parts` and, if `exact`, rounds no sum. Keeps neither alive."""
         bias_pointer = None if bias is None else bias.data_ptr()
-        return LinearWeights(self.weights.data_ptr(), bias_pointer, self.bits, self.group, self.wide)
+        return LinearWeights(self.weights.data_ptr(), bias_pointer, self.bits, self.group, self.wide, parts, exact)
 
 
 class CpuKernels:
@@ -217,12 +217,21 @@ class CpuKernels:
         """`[out]` to float32, of whole panels."""
         return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL))
 
-    def linear(self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int) -> torch.Tensor:
-        """`rows` `[rows, in]` times the panels of a weight, plus a padded bias, `[rows, out]`."""
+    def linear(
+        self,
+        rows: torch.Tensor,
+        panels: Panels,
+        bias: torch.Tensor | None,
+        out: int,
+        parts: int = 1,
+        exact: bool = False,
+    ) -> torch.Tensor:
+        """`rows` `[rows, in]` times the panels of a weight, plus a padded bias, `[rows, out]`, in float32 if `exact`.
+        Inputs are summed in 1, 2 or 4 `parts`."""
         count, inputs = rows.shape
-        outputs = rows.new_empty(count, out)
+        outputs = torch.empty(count, out, dtype=torch.float32 if exact else rows.dtype)
         scratch = torch.empty(count, inputs, dtype=torch.float32)
-        described = panels.described(bias)
+        described = panels.described(bias, parts, exact)
         pointers = (outputs.data_ptr(), rows.data_ptr(), ctypes.addressof(described), scratch.data_ptr())
         self._linear(*pointers, count, inputs, out)
         return outputs

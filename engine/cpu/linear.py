@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.cpu.kernels import CpuKernels, LinearWeights, Panels
-from engine.layers.linear import apart
+from engine.layers.linear import apart, summed_parts
 from engine.parallel.layers import SummedLinear
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 
@@ -21,8 +21,15 @@ _TYPICAL_ROWS = 16
 class KernelLinear(nn.Module):
     """Computes what `linear` does with Spool's kernel, which adds up each output in one order."""
 
-    def __init__(self, linear: nn.Linear | QuantizedLinear, kernels: CpuKernels, panels: Panels | None = None) -> None:
-        """`panels`: of the linear's weight, where they are made already."""
+    def __init__(
+        self,
+        linear: nn.Linear | QuantizedLinear,
+        kernels: CpuKernels,
+        panels: Panels | None = None,
+        parts: int = 1,
+        exact: bool = False,
+    ) -> None:
+        """`panels`: of the linear's weight, where they are made already. `parts` and `exact` as kernels have them."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -32,11 +39,12 @@ class KernelLinear(nn.Module):
             panels = kernels.to_quantized_panels(linear.quantized)
         self._panels = panels or kernels.to_panels(linear.weight.detach())
         self._padded_bias = None if linear.bias is None else kernels.padded_bias(linear.bias.detach())
+        self._sums = parts, exact
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         flat = rows.reshape(-1, self.in_features).contiguous()
-        outputs = self._kernels.linear(flat, self._panels, self._padded_bias, self.out_features)
+        outputs = self._kernels.linear(flat, self._panels, self._padded_bias, self.out_features, *self._sums)
         if self.out_features == 1:
             # The gate of a shared expert, whose sigmoid is taken.
             outputs = apart(outputs)
@@ -45,7 +53,7 @@ class KernelLinear(nn.Module):
     @property
     def described(self) -> LinearWeights:
         """For whole layers by kernel. Points to what this layer keeps alive."""
-        return self._panels.described(self._padded_bias)
+        return self._panels.described(self._padded_bias, *self._sums)
 
 
 class KernelEmbedding(nn.Module):
@@ -80,13 +88,22 @@ class PrepackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self._prepacked, self.bias, "none", [], "")
 
 
-def prepack_linear(linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:
+def prepack_linear(
+    linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: CpuKernels | None, in_parts: bool = False
+) -> nn.Module:
     """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either. Of a
-    layer that ranks share, this rank's part."""
+    layer that ranks share, this rank's part. With `in_parts`, inputs are summed as several ranks do."""
     if isinstance(linear, SummedLinear):
-        return SummedLinear(prepack_linear(linear.part, kernels), linear.ranks)
+        parts = summed_parts(linear.part.in_features, linear.ranks.size) if in_parts else 1
+        return SummedLinear(_prepacked(linear.part, kernels, parts, exact=True), linear.ranks)
+    return _prepacked(linear, kernels, summed_parts(linear.in_features) if in_parts else 1)
+
+
+def _prepacked(
+    linear: nn.Linear | QuantizedLinear, kernels: CpuKernels | None, parts: int, exact: bool = False
+) -> nn.Module:
     if kernels is not None and (isinstance(linear, QuantizedLinear) or kernels.multiplies(linear.weight)):
-        return KernelLinear(linear, kernels)
+        return KernelLinear(linear, kernels, None, parts, exact)
     if isinstance(linear, QuantizedLinear) or not can_prepack(linear.weight):
         return linear
     return PrepackedLinear(linear)

@@ -26,9 +26,6 @@ from engine.quantization.layers import QuantizedLinear
 MakeLinear = Callable[[nn.Linear | QuantizedLinear], nn.Module]
 """Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""
 
-# Rotary embeddings whose frequencies are the same for all passes.
-_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-
 
 class CudaDecoderLayer(LlamaLayer):
     def __init__(self, layer: nn.Module, make_linear: MakeLinear, overlap: bool) -> None:
@@ -93,10 +90,7 @@ class CudaDecoder(nn.Module):
 
     def _rotations(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rope = self.rotary_emb
-        if rope.rope_type in _FIXED_ROPES:
-            return rotations(position_ids[0], rope.inv_freq, rope.attention_scaling, embeddings.dtype, self._overlap)
-        cos, sin = rope(embeddings, position_ids)
-        return cos[0], sin[0]
+        return rotations(position_ids[0], rope.inv_freq, rope.attention_scaling, embeddings.dtype, self._overlap)
 
 
 def fuse_decoder(

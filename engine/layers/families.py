@@ -62,8 +62,14 @@ def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
 class LlamaLayer(nn.Module):
     """What takes the place of a decoder layer of a known family: its weights, in four linear layers."""
 
-    def __init__(self, layer: nn.Module, make_linear: Callable[[nn.Module], nn.Module]) -> None:
-        """`make_linear` makes what computes a linear layer."""
+    def __init__(
+        self,
+        layer: nn.Module,
+        make_linear: Callable[[nn.Module], nn.Module],
+        make_summed: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        """`make_linear` makes what computes a linear layer; `make_summed`, where that is another, one whose inputs
+        ranks share."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index = attention.layer_idx
@@ -72,9 +78,9 @@ class LlamaLayer(nn.Module):
         self._query_heads = attention.q_proj.out_features // attention.head_dim
         self._kv_heads = attention.k_proj.out_features // attention.head_dim
         self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = make_linear(attention.o_proj)
+        self._out = (make_summed or make_linear)(attention.o_proj)
         self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = make_linear(mlp.down_proj)
+        self._down = (make_summed or make_linear)(mlp.down_proj)
         self._attention_norm = weight_and_epsilon(layer.input_layernorm)
         self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None

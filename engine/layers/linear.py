@@ -9,12 +9,19 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 
 from engine.quantization.layers import QuantizedLinear, joined_quantized
+from engine.quantization.weights import INPUT_MULTIPLE
 
 
 def apart(numbers: torch.Tensor) -> torch.Tensor:
     """The same numbers, with room between them. On a CPU, torch then computes functions of them one by one: in a vector
     some have other bits, and which ones fill a vector depends on how many there are."""
     return F.pad(numbers.unsqueeze(-1), (0, 1))[..., 0]
+
+
+def summed_parts(inputs: int, ranks: int = 1) -> int:
+    """In how many parts a rank sums the `inputs` that it has of a layer, where so many ranks share them. All ranks
+    together have four, which are added in pairs, so that one, two and four ranks compute the same."""
+    return 4 // ranks if ranks in (1, 2, 4) and inputs * ranks % (4 * INPUT_MULTIPLE) == 0 else 1
 
 
 def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:

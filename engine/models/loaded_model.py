@@ -86,12 +86,14 @@ class LoadedModel:
         """Whether nothing of a pass is left to libraries, so that neither threads nor shapes of calls matter; known
         once layers are replaced."""
         head = self.model.get_output_embeddings()
+        head = getattr(head, "part", head)
         return isinstance(self.model.base_model, KernelDecoder) and isinstance(head, KernelLinear)
 
     @property
     def universal(self) -> bool:
         """Whether every processor computes the same bits; known once layers are replaced."""
-        return self.kernels is not None and self.kernels.universal and self.by_cpu_kernels
+        as_one_rank = self.lead is None or self.lead.sums_as_one
+        return self.kernels is not None and self.kernels.universal and self.by_cpu_kernels and as_one_rank
 
     @property
     def kv_shape(self) -> KvShape:

@@ -43,7 +43,7 @@ from engine.models.source import ModelNotFoundError, Progress, longest_sequence,
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import device_of, join_ranks
-from engine.parallel.shards import check_divides
+from engine.parallel.shards import check_divides, sums_as_one
 from engine.passes.features import Features
 from engine.passes.runner import ModelRunner
 from engine.passes.warm_up import capture_graphs, warm_up
@@ -148,7 +148,7 @@ def _target_engine(
     if settings.universal and not loaded.universal:
         raise UnsupportedModelError(
             f"numerics is 'universal', must be 'auto' for {settings.model} here: only dense llama, qwen2 and qwen3 "
-            "models, in one rank, on a CPU with a C compiler compute the same bits on every processor"
+            "models on a CPU with a C compiler, which ranks cut evenly, compute the same bits on every processor"
         )
     _make_kernels(loaded, settings, progress)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
@@ -226,16 +226,19 @@ def run_rank(settings: EngineSettings, rank: int, folder: Path, loaded_all: Call
 
 def _gather_ranks(folder: Path, settings: EngineSettings, progress: Progress, other_ranks: OtherRanks) -> Lead:
     size = settings.tensor_parallel_size
-    check_divides(read_config(folder), size)
+    config = read_config(folder)
+    check_divides(config, size)
     meeting, broken = other_ranks()
     progress(f"waiting for {size - 1} other ranks", None)
-    return Lead(join_ranks(meeting, 0, size, torch.device(settings.device)), broken)
+    ranks = join_ranks(meeting, 0, size, torch.device(settings.device))
+    return Lead(ranks, broken, sums_as_one(config, size))
 
 
 def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | None, ...]:
     """Gives the windows of the layers."""
-    if loaded.quantization != NOT_QUANTIZED:
-        # Its family is a proved one, and a trial would expand all weights several times.
+    if loaded.quantization != NOT_QUANTIZED or loaded.lead is not None:
+        # Its family is a proved one; a trial would expand all weights several times, and other ranks have replaced
+        # their layers.
         attentions = [module for module in loaded.model.modules() if hasattr(module, "scaling")]
         windows = {module.layer_idx: getattr(module, "sliding_window", None) for module in attentions}
         return tuple(windows[layer] for layer in range(KvShape.of(loaded.model.config).layers))

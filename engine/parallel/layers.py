@@ -18,7 +18,7 @@ class SummedLayer(nn.Module):
         self.ranks = ranks
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.ranks.total(self.part(rows))
+        return self.ranks.total(self.part(rows)).to(rows.dtype)
 
 
 class SummedLinear(SummedLayer):

@@ -32,8 +32,10 @@ class Lead:
     is called, which ends the process.
     """
 
-    def __init__(self, ranks: Ranks, broken: Broken) -> None:
+    def __init__(self, ranks: Ranks, broken: Broken, sums_as_one: bool) -> None:
+        """`sums_as_one`: what shards.py says of the model."""
         self.ranks = ranks
+        self.sums_as_one = sums_as_one
         self._broken = broken
 
     def new_runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> None:

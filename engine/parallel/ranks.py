@@ -1,8 +1,7 @@
 """How the ranks of one worker exchange tensors: bytes from rank 0 to all, and sums in the order of the ranks.
 
 NCCL and gloo choose the order of an all-reduce by its size and by what connects the ranks. Here every rank gathers all
-parts and adds them up itself, from the first rank to the last, so that a sum has the same bits on every rank and in
-every pass.
+parts and adds them up itself, in one order, so that a sum has the same bits on every rank and in every pass.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ class Ranks:
         return received.to(part.device).view(part.dtype).view(self.size, *part.shape)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `part`, in float32 and in the order of the ranks, rounded once."""
-        first, *others = self.parts(part)
-        total = first.float()
-        for other in others:
-            total += other
-        return total.to(part.dtype)
+        """The sum of every rank's `part`, in float32 and rounded once: neighbours are added, then neighbouring sums."""
+        sums = list(self.parts(part).float())
+        while len(sums) > 1:
+            rest = sums[len(sums) // 2 * 2 :]
+            sums = [*map(torch.add, sums[::2], sums[1::2]), *rest]
+        return sums[0].to(part.dtype)
 
     def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
         """On rank 0, the last dimension of every rank's `part`, one after the other; on others their own."""

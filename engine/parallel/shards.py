@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from engine.errors import UnsupportedModelError
 from engine.layers.families import FAMILIES
+from engine.layers.linear import summed_parts
 from engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
 from engine.parallel.heads import heads_of_a_rank
 from engine.parallel.layers import connect_layers
@@ -44,6 +45,15 @@ def check_divides(config: PreTrainedConfig, size: int) -> None:
             f"{given}, must be at most the model's num_key_value_heads, which is {kv_heads}, or be a multiple of it "
             f"that divides num_attention_heads, which is {heads}"
         )
+
+
+def sums_as_one(config: PreTrainedConfig, size: int) -> bool:
+    """Whether `size` ranks add up the inputs of every layer in the order of one rank (`summed_parts`): each has as many
+    queries, and no group of inputs is cut."""
+    part = part_of(config, size)
+    inputs = part.num_attention_heads * part.head_dim, part.intermediate_size
+    even = part.num_attention_heads * size == config.num_attention_heads
+    return even and all(summed_parts(own, size) * size == 4 for own in inputs)
 
 
 def part_of(config: PreTrainedConfig, size: int) -> PreTrainedConfig:

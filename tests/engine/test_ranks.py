@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
-from engine.models.loading import load_draft_engine
+from engine.models.loading import load_draft_engine, load_target_engine
 from engine.parallel.shards import check_divides
 from engine.quantization.rounding import rounded
 from engine.settings import EngineSettings
@@ -23,7 +24,9 @@ from engine.target import TargetEngine
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import StepExecutor
+from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import generated
+from tests.support.golden_models import golden_folder, golden_tokens
 from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair, tiny_model
@@ -46,6 +49,7 @@ GANGS = [
     ),
 ]
 """Family, dtype, quantisation and KV."""
+MORE = [("none", "int8"), ("int8", "auto"), ("Q4_K", "int8"), ("Q6_K", "auto"), ("Q8_0", "auto")]
 
 
 class Gang(NamedTuple):
@@ -203,3 +207,32 @@ def test_what_cannot_be_divided_is_refused(family: str, fields: dict[str, int], 
     with pytest.raises(UnsupportedModelError) as refused:
         check_divides(AutoConfig.for_model(family, **sizes), size)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv"),
+    [("int4", "auto"), ("none", "auto"), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
+)
+def test_two_and_four_ranks_give_the_golden_logits(weights: str, kv: str, tmp_path: Path) -> None:
+    """As one rank does, on every processor."""
+    compiled_kernels()
+    folder, tokens = golden_folder("llama", weights, tmp_path), golden_tokens(40)
+    found = []
+    for size in (1, 2, 4):
+        settings = EngineSettings(
+            str(folder), numerics="universal", kv_cache_dtype=kv, threads=1, kv_pages=8, max_num_batched_tokens=48
+        )
+        if weights in ("int4", "int8"):
+            settings = replace(settings, quantization=weights)
+        whole = nullcontext(load_target_engine(settings, lambda *_: None))
+        with target_of_ranks(replace(settings, tensor_parallel_size=size)) if size > 1 else whole as engine:
+            digests = list[int]()
+            for place in range(len(tokens)):
+                table = PageTable()
+                fed = tokens[: place + 1]
+                row = VerifyRow(table, fed, [], True, fed, len(fed), SamplingParameters(), logits_digests=True)
+                digests += engine.step([row], lambda: None).rows[0].logits_digests
+                engine.pool.free(table)
+            found.append((digests, engine.description.fingerprint))
+    assert len(found[0][0]) == len(tokens)
+    assert found[1] == found[2] == found[0]

@@ -58,9 +58,11 @@ class RecordingKernels(CpuKernels):
         self._found.norm, self._found.epsilon = self._put(weight.data_ptr(), weight.nbytes), epsilon
         return super().norm(rows, weight, epsilon)
 
-    def linear(self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int) -> torch.Tensor:
+    def linear(
+        self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int, *sums: int
+    ) -> torch.Tensor:
         self._found.head, self._found.outputs = self._linear_copy(panels.described(bias), rows.shape[1], out), out
-        return super().linear(rows, panels, bias, out)
+        return super().linear(rows, panels, bias, out, *map(int, sums))
 
     def _copy(self, layer: LayerWeights) -> LayerWeights:
         copy, queries = LayerWeights.from_buffer_copy(layer), layer.query_heads * layer.head_dim

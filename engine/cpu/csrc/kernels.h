@@ -30,11 +30,12 @@ typedef struct {
 
 // Panels of weights of a linear layer, and its bias [panels * PANEL], which may be missing. `bits` 0: the weights are
 // elements (linear.c). Otherwise they are codes of 4 or 8 bits, and `group` inputs share a scale and a minimum, which are
-// float32 where `wide`, and float16 else (quantized.c).
+// float32 where `wide`, and float16 else (quantized.c). Inputs are summed in `parts`, 1, 2 or 4 of equal length, which are
+// added in pairs: (0 + 1) + (2 + 3). Matrix tiles leave it at one. Outputs are float32 where `exact`, not elements.
 typedef struct {
     const void *weights;
     const float *bias;
-    ptrdiff_t bits, group, wide;
+    ptrdiff_t bits, group, wide, parts, exact;
 } Linear;
 
 // Linear layers, norms and sizes. The norms of heads may be missing.
@@ -88,7 +89,7 @@ int spool_attend(element *to, const element *queries, void *pool, const int64_t 
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count, ptrdiff_t quantized);
 
-void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
+void spool_linear(void *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
     ptrdiff_t out);
 
 void spool_expand_rows(element *to, const int64_t *which, const Linear *linear, ptrdiff_t count, ptrdiff_t in);
@@ -125,18 +126,35 @@ void team_attend(const Team *team, element *to, const element *queries, void *po
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
     ptrdiff_t quantized, char *scratch);
 
-void team_linear(const Team *team, element *to, const element *rows, const Linear *linear, float *scratch,
+void team_linear(const Team *team, void *to, const element *rows, const Linear *linear, float *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 
-void quantized_linear(const Team *team, element *to, const element *rows, const Linear *linear, void *scratch,
+void quantized_linear(const Team *team, void *to, const element *rows, const Linear *linear, void *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+
+// Adds the parts before that are complete to the sum of one, of which `held` keeps pairs and pairs of pairs.
+INLINE f32v add_parts(f32v held[2], ptrdiff_t part, f32v sum) {
+    if (part & 1) sum = held[0] + sum;
+    if (part == 3) sum = held[1] + sum;
+    held[part & 1] = sum;
+    return sum;
+}
+
+// Where outputs from the `index`-th on go: elements, or numbers in float32 where `exact`.
+INLINE void *output_at(void *to, ptrdiff_t index, int exact) {
+    return (char *)to + index * (ptrdiff_t)(exact ? sizeof(float) : sizeof(element));
+}
 
 // A row's `vectors` vectors of outputs, of which `columns` are there.
-INLINE void store_outputs(element *to, const f32v *outputs, int vectors, ptrdiff_t columns) {
+INLINE void store_outputs(void *to, const f32v *outputs, int vectors, ptrdiff_t columns, int exact) {
+    if (exact) {
+        memcpy(to, outputs, (columns < vectors * LANES ? columns : vectors * LANES) * sizeof(float));
+        return;
+    }
     element all[PANEL];
     for (int part = 0; part < vectors; part++) store_element(all + part * LANES, outputs[part]);
     if (columns >= vectors * LANES)
-        memcpy(to, all, vectors * LANES * sizeof *to);
+        memcpy(to, all, vectors * LANES * sizeof *all);
     else
-        memcpy(to, all, columns * sizeof *to);
+        memcpy(to, all, columns * sizeof *all);
 }

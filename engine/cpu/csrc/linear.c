@@ -30,17 +30,26 @@ INLINE factors weights_of(const element *from, int which) {
 }
 
 // `count` rows [in] by `vectors` vectors of outputs of a panel [in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] to [count, out],
-// of which `columns` are there. Each output is one chain of sums, from the bias on, in the order of inputs.
-INLINE void multiply_part(int count, int vectors, element *to, const factor *rows, const element *panel,
-    const float *bias, Ahead ahead, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
-    f32v sums[LINEAR_ROWS][PANEL_VECTORS];
+// of which `columns` are there. Each output is one chain of sums for each part of the inputs, in their order, the first
+// one from the bias on.
+INLINE void multiply_part(int count, int vectors, void *to, const factor *rows, const element *panel,
+    const float *bias, Ahead ahead, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+    f32v sums[LINEAR_ROWS][PANEL_VECTORS], held[LINEAR_ROWS][PANEL_VECTORS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < count; row++)
 #pragma GCC unroll 8
         for (int part = 0; part < vectors; part++)
             sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
-    ptrdiff_t row_factors = in / FACTOR_ELEMENTS;
+    ptrdiff_t row_factors = in / FACTOR_ELEMENTS, done = 0, end = row_factors / linear->parts;
     for (ptrdiff_t i = 0; i < row_factors; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
+        if (i == end) {
+            for (int row = 0; row < count; row++)
+                for (int part = 0; part < vectors; part++) {
+                    add_parts(held[row][part], done, sums[row][part]);
+                    sums[row][part] = splat(0.0f);
+                }
+            done++, end += row_factors / linear->parts;
+        }
         const element *weights = panel + i * FACTOR_ELEMENTS * PANEL;
         if (ahead.bytes > CACHE_LINE) {
             __builtin_prefetch(ahead.from);
@@ -64,15 +73,19 @@ INLINE void multiply_part(int count, int vectors, element *to, const factor *row
         }
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) store_outputs(to + row * out, sums[row], vectors, columns);
+    for (int row = 0; row < count; row++) {
+        if (done)
+            for (int part = 0; part < vectors; part++) sums[row][part] = add_parts(held[row][part], done, sums[row][part]);
+        store_outputs(output_at(to, row * out, linear->exact), sums[row], vectors, columns, linear->exact);
+    }
 }
 
 // The same for a whole panel, in as many parts as registers hold sums of all rows, which are no more than LINEAR_ROWS.
-INLINE void multiply(int count, element *to, const factor *rows, const element *panel, const float *bias, Ahead ahead,
-    ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+INLINE void multiply(int count, void *to, const factor *rows, const element *panel, const float *bias, Ahead ahead,
+    const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
     for (ptrdiff_t first = 0; first < columns; first += LINEAR_VECTORS(count) * LANES) {
-        multiply_part(count, LINEAR_VECTORS(count), to + first, rows, panel + first * WEIGHT_INPUTS,
-            bias ? bias + first : NULL, ahead, in, out, columns - first);
+        multiply_part(count, LINEAR_VECTORS(count), output_at(to, first, linear->exact), rows,
+            panel + first * WEIGHT_INPUTS, bias ? bias + first : NULL, ahead, linear, in, out, columns - first);
         ahead.from += in / WEIGHT_INPUTS * ahead.bytes;
     }
 }
@@ -98,7 +111,7 @@ static void widen(const Team *team, float *to, const element *from, ptrdiff_t si
 
 // rows [count, in] by weights [panels, in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] or codes, plus the bias, to [count, out].
 // `scratch`: [count, in]. `in` is a multiple of WEIGHT_INPUTS.
-void team_linear(const Team *team, element *to, const element *rows, const Linear *linear, float *scratch,
+void team_linear(const Team *team, void *to, const element *rows, const Linear *linear, float *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
     assert(count > 0 && in > 0 && out > 0 && in % WEIGHT_INPUTS == 0);
     if (linear->bits) {
@@ -108,7 +121,7 @@ void team_linear(const Team *team, element *to, const element *rows, const Linea
     const element *weights = linear->weights;
     const float *bias = linear->bias;
 #ifdef HAS_TILES
-    if (spool_has_tiles() && in % TILE_INPUTS == 0) {
+    if (spool_has_tiles() && in % TILE_INPUTS == 0 && !linear->exact) {
         tile_linear(team, to, rows, weights, bias, count, in, out);
         return;
     }
@@ -124,7 +137,7 @@ void team_linear(const Team *team, element *to, const element *rows, const Linea
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
             ptrdiff_t first = tile * count / tiles, height = (tile + 1) * count / tiles - first;
-            element *outputs = to + first * out + panel * PANEL;
+            void *outputs = output_at(to, first * out + panel * PANEL, linear->exact);
             const factor *tile_rows = row_factors + first * (in / FACTOR_ELEMENTS);
             ptrdiff_t distance = readings > 1 ? in * PANEL * sizeof *weights : WEIGHTS_AHEAD;
             const Ahead ahead = {
@@ -132,7 +145,7 @@ void team_linear(const Team *team, element *to, const element *rows, const Linea
                 ahead_bytes};
 #define HEIGHT(rows_)                                                                                                  \
     case rows_:                                                                                                        \
-        multiply(rows_, outputs, tile_rows, panel_weights, panel_bias, ahead, in, out, columns);                       \
+        multiply(rows_, outputs, tile_rows, panel_weights, panel_bias, ahead, linear, in, out, columns);               \
         break;
             switch (height) {
                 HEIGHT(1)
@@ -150,7 +163,7 @@ void team_linear(const Team *team, element *to, const element *rows, const Linea
     wait_for_team(team);
 }
 
-void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
+void spool_linear(void *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
     ptrdiff_t out) {
     WITH_TEAM(1, team_linear(team, to, rows, linear, scratch, count, in, out));
 }

@@ -40,7 +40,7 @@ INLINE void write_outputs(Finished *block, ptrdiff_t rows, ptrdiff_t out) {
         f32v outputs[2] = {load(block->sums[row]), load(block->sums[row] + LANES)};
         if (block->bias)
             for (int half = 0; half < 2; half++) outputs[half] += load(block->bias + half * LANES);
-        store_outputs(block->to + row * out, outputs, 2, block->columns);
+        store_outputs(block->to + row * out, outputs, 2, block->columns, 0);
     }
     block->written = end;
 }

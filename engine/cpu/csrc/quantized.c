@@ -144,10 +144,10 @@ INLINE void add_group(int count, int vectors, int bits, int group, f32v sums[][P
 }
 
 // `count` rows by a panel, to [count, out], of which `columns` are there.
-INLINE void multiply_panel(int count, int bits, int group, int wide, element *to, const char *rows, ptrdiff_t row_bytes,
-    const char *panel, const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+INLINE void multiply_panel(int count, int bits, int group, int wide, void *to, const char *rows, ptrdiff_t row_bytes,
+    const char *panel, const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
     const int block_bytes = group * PANEL * bits / 8 + 2 * PANEL * (wide ? sizeof(float) : sizeof(uint16_t));
-    f32v sums[QUANTIZED_ROWS][PANEL_VECTORS];
+    f32v sums[QUANTIZED_ROWS][PANEL_VECTORS], held[QUANTIZED_ROWS][PANEL_VECTORS][2];
     const char *of[QUANTIZED_ROWS];
 #pragma GCC unroll 12
     for (int row = 0; row < count; row++) {
@@ -156,24 +156,33 @@ INLINE void multiply_panel(int count, int bits, int group, int wide, element *to
             sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
     }
     const int vectors = QUANTIZED_VECTORS(count, bits);
-    ptrdiff_t groups = in / group;
-    for (ptrdiff_t i = 0; i < groups; i++) {
-        const char *block = panel + i * block_bytes;
-        for (int line = 0; line < block_bytes; line += CACHE_LINE) __builtin_prefetch(block + WEIGHTS_AHEAD + line);
+    ptrdiff_t groups = in / group, parts = linear->parts;
+    for (ptrdiff_t done = 0, i = 0; done < parts; done++) {
+        for (; i < (done + 1) * groups / parts; i++) {
+            const char *block = panel + i * block_bytes;
+            for (int line = 0; line < block_bytes; line += CACHE_LINE) __builtin_prefetch(block + WEIGHTS_AHEAD + line);
 #pragma GCC unroll 8
-        for (int first = 0; first < PANEL_VECTORS; first += vectors)
-            add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
+            for (int first = 0; first < PANEL_VECTORS; first += vectors)
+                add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
+        }
+        if (parts == 1) break;
+        for (int row = 0; row < count; row++)
+            for (int part = 0; part < PANEL_VECTORS; part++) {
+                f32v sum = add_parts(held[row][part], done, sums[row][part]);
+                sums[row][part] = done + 1 < parts ? splat(0.0f) : sum;
+            }
     }
-    for (int row = 0; row < count; row++) store_outputs(to + row * out, sums[row], PANEL_VECTORS, columns);
+    for (int row = 0; row < count; row++)
+        store_outputs(output_at(to, row * out, linear->exact), sums[row], PANEL_VECTORS, columns, linear->exact);
 }
 
 #define HEIGHT(rows_)                                                                                                  \
-    for (; count >= rows_; count -= rows_, to += rows_ * out, rows += rows_ * row_bytes)                               \
-        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, in, out, columns);
+    for (; count >= rows_; count -= rows_, to = output_at(to, rows_ * out, linear->exact), rows += rows_ * row_bytes)  \
+        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, linear, in, out, columns);
 
 // The same for any number of rows. Few heights: each takes a second or so to compile for each form of weights.
-INLINE void multiply_rows(int bits, int group, int wide, element *to, const char *rows, ptrdiff_t count,
-    const char *panel, const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+INLINE void multiply_rows(int bits, int group, int wide, void *to, const char *rows, ptrdiff_t count,
+    const char *panel, const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
     ptrdiff_t row_bytes = in / group * ROW_GROUP_BYTES(group);
 #if QUANTIZED_ROWS > 4
     HEIGHT(8)
@@ -185,9 +194,9 @@ INLINE void multiply_rows(int bits, int group, int wide, element *to, const char
 
 // A function of its own for each form of weights: the compiler knows all sizes of its loops.
 #define FORM(name, bits, group, wide)                                                                                  \
-    __attribute__((noinline)) static void name(element *to, const char *rows, ptrdiff_t count, const char *panel,      \
-        const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {                                           \
-        multiply_rows(bits, group, wide, to, rows, count, panel, bias, in, out, columns);                              \
+    __attribute__((noinline)) static void name(void *to, const char *rows, ptrdiff_t count, const char *panel,         \
+        const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {                     \
+        multiply_rows(bits, group, wide, to, rows, count, panel, bias, linear, in, out, columns);                      \
     }
 
 FORM(multiply_4, 4, 32, 0)
@@ -201,7 +210,7 @@ INLINE ptrdiff_t block_size(const Linear *linear) {
 }
 
 // As team_linear, of codes. `in` is a multiple of 32.
-void quantized_linear(const Team *team, element *to, const element *rows, const Linear *linear, void *scratch,
+void quantized_linear(const Team *team, void *to, const element *rows, const Linear *linear, void *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
     assert(in % linear->group == 0 && (linear->group == 32 || (linear->group == 16 && linear->bits == 8 && linear->wide)));
     char *codes = scratch;
@@ -215,13 +224,13 @@ void quantized_linear(const Team *team, element *to, const element *rows, const 
         const char *weights = (const char *)linear->weights + panel * panel_bytes;
         const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
-        element *outputs = to + panel * PANEL;
+        void *outputs = output_at(to, panel * PANEL, linear->exact);
         if (linear->group == 16)
-            multiply_8_wide_16(outputs, codes, count, weights, bias, in, out, columns);
+            multiply_8_wide_16(outputs, codes, count, weights, bias, linear, in, out, columns);
         else if (linear->bits == 4)
-            (linear->wide ? multiply_4_wide : multiply_4)(outputs, codes, count, weights, bias, in, out, columns);
+            (linear->wide ? multiply_4_wide : multiply_4)(outputs, codes, count, weights, bias, linear, in, out, columns);
         else
-            (linear->wide ? multiply_8_wide : multiply_8)(outputs, codes, count, weights, bias, in, out, columns);
+            (linear->wide ? multiply_8_wide : multiply_8)(outputs, codes, count, weights, bias, linear, in, out, columns);
     }
     wait_for_team(team);
 }

@@ -116,7 +116,7 @@ static void check_linear(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int biase
     element *rows = random_elements(count * in), *weights = random_elements(out * in);
     element *panels = to_panels(weights, out, in), *to = NEW(element, count * out), *alone = NEW(element, out);
     float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
-    const Linear linear = {panels, bias, 0, 0, 0};
+    const Linear linear = {panels, bias, 0, 0, 0, 1, 0};
     spool_linear(to, rows, &linear, scratch, count, in, out);
     note(to, count * out * sizeof *to);
     for (ptrdiff_t row = 0; row < count; row++) {
@@ -167,7 +167,7 @@ static double rounded(const element *row, ptrdiff_t group, ptrdiff_t i) {
 
 static void check_quantized(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int bits, int group, int wide, int biased) {
     float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
-    Linear form = {NULL, bias, bits, group, wide};
+    Linear form = {NULL, bias, bits, group, wide, 1, 0};
     ptrdiff_t panels = (out + PANEL - 1) / PANEL;
     char *weights = NEW(char, panels * (in / group) * block_bytes(&form));
     double *numbers = NEW(double, out * in);
@@ -473,10 +473,10 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     ptrdiff_t queries = shape->query_heads * shape->head_dim, qkv = queries + 2 * shape->kv_heads * shape->head_dim;
     Layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
-        layers[i] = (Layer){{random_panels(qkv, hidden), random_bias(qkv)}, {random_panels(hidden, queries)},
-            {random_panels(2 * inner, hidden)}, {random_panels(hidden, inner)}, random_elements(hidden),
-            random_elements(hidden), random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner,
-            shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, {.scaling = 0.125f, .window = i * 5}};
+        layers[i] = (Layer){{random_panels(qkv, hidden), random_bias(qkv), .parts = 1},
+            {random_panels(hidden, queries), .parts = 4}, {random_panels(2 * inner, hidden), .parts = 1},
+            {random_panels(hidden, inner), .parts = 2}, random_elements(hidden), random_elements(hidden),
+            random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner, shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, {.scaling = 0.125f, .window = i * 5}};
     int64_t *pages = NEW(int64_t, shape->pages);
     for (ptrdiff_t i = 0; i < shape->pages; i++) pages[i] = shape->pages - 1 - i;
     element *inputs = random_elements(rows * hidden), *one_by_one = NEW(element, rows * hidden);

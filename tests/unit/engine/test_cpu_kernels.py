@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.backends import AttentionRule, Span
 from engine.cpu.attention import KernelBackend
-from engine.cpu.kernels import CpuKernels
+from engine.cpu.kernels import CpuKernels, Panels
 from engine.cpu.logits_scan import KernelScan
 from engine.kv.paged_kv import LayerKv
 from engine.quantization import rounding as quantization
@@ -68,6 +68,34 @@ def test_a_linear_layer(kernels: CpuKernels, inputs: int, outputs: int, biased: 
     assert ((exclusive.double() - exact).abs() <= exact.abs().clamp(min=floor) * share + 1e-6).all()
     for count in (*range(2, 20), *range(20, len(rows) + 1, 16), len(rows)):
         assert torch.equal(kernels.linear(rows[:count], panels, bias_panels, outputs), exclusive[:count])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_parts_of_inputs_are_summed_in_pairs(kernels: CpuKernels, bits: int | None) -> None:
+    """As ranks do that have a part each, and exchange sums that nobody has rounded."""
+    kernels = compiled_kernels(kernels.dtype, kernels.isa, universal=True)
+    weight, rows = rounded(kernels, 100, 256), rounded(kernels, 13, 256, seed=3)
+    bias = kernels.padded_bias(rounded(kernels, 100, seed=2))
+
+    def panels(part: torch.Tensor) -> Panels:
+        part = part.contiguous()
+        return (
+            kernels.to_panels(part) if bits is None else kernels.to_quantized_panels(quantization.rounded(part, bits))
+        )
+
+    def sums(parts: int, first: int, last: int) -> torch.Tensor:
+        own_bias = bias if first == 0 else None
+        part = rows[:, first:last].contiguous()
+        return kernels.linear(part, panels(weight[:, first:last]), own_bias, 100, parts, exact=True)
+
+    quarters = [sums(1, first, first + 64) for first in range(0, 256, 64)]
+    halves = [quarters[0] + quarters[1], quarters[2] + quarters[3]]
+    assert torch.equal(halves[0], sums(2, 0, 128))
+    assert torch.equal(halves[1], sums(2, 128, 256))
+    assert torch.equal(halves[0] + halves[1], sums(4, 0, 256))
+    whole = torch.cat([kernels.linear(some, panels(weight), bias, 100, 4) for some in rows.split([1, 7, 3, 2])])
+    assert torch.equal(whole, (halves[0] + halves[1]).to(kernels.dtype))
 
 
 class Pages:
