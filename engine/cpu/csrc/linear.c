@@ -43,7 +43,9 @@ INLINE void multiply_part(int count, int vectors, void *to, const factor *rows, 
     ptrdiff_t row_factors = in / FACTOR_ELEMENTS, done = 0, end = row_factors / linear->parts;
     for (ptrdiff_t i = 0; i < row_factors; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
         if (i == end) {
+#pragma GCC unroll 12
             for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
                 for (int part = 0; part < vectors; part++) {
                     add_parts(held[row][part], done, sums[row][part]);
                     sums[row][part] = splat(0.0f);
@@ -75,6 +77,7 @@ INLINE void multiply_part(int count, int vectors, void *to, const factor *rows, 
 #pragma GCC unroll 12
     for (int row = 0; row < count; row++) {
         if (done)
+#pragma GCC unroll 8
             for (int part = 0; part < vectors; part++) sums[row][part] = add_parts(held[row][part], done, sums[row][part]);
         store_outputs(output_at(to, row * out, linear->exact), sums[row], vectors, columns, linear->exact);
     }

@@ -166,7 +166,9 @@ INLINE void multiply_panel(int count, int bits, int group, int wide, void *to, c
                 add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
         }
         if (parts == 1) break;
+#pragma GCC unroll 12
         for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
             for (int part = 0; part < PANEL_VECTORS; part++) {
                 f32v sum = add_parts(held[row][part], done, sums[row][part]);
                 sums[row][part] = done + 1 < parts ? splat(0.0f) : sum;
