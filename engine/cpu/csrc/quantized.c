@@ -143,11 +143,15 @@ INLINE void add_group(int count, int vectors, int bits, int group, f32v sums[][P
     }
 }
 
-// `count` rows by a panel, to [count, out], of which `columns` are there.
-INLINE void multiply_panel(int count, int bits, int group, int wide, void *to, const char *rows, ptrdiff_t row_bytes,
-    const char *panel, const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+// Sums of rows and a panel, [rows, PANEL_VECTORS].
+typedef f32v Sums[QUANTIZED_ROWS][PANEL_VECTORS];
+
+// Products of `count` rows and a panel, of `groups` groups from where both begin, added to `left` and then to `before`,
+// which may both be missing.
+INLINE void sum_groups(int count, int bits, int group, int wide, Sums to, Sums left, Sums before, const char *rows,
+    ptrdiff_t row_bytes, const char *panel, const float *bias, ptrdiff_t groups) {
     const int block_bytes = group * PANEL * bits / 8 + 2 * PANEL * (wide ? sizeof(float) : sizeof(uint16_t));
-    f32v sums[QUANTIZED_ROWS][PANEL_VECTORS], held[QUANTIZED_ROWS][PANEL_VECTORS][2];
+    Sums sums;
     const char *of[QUANTIZED_ROWS];
 #pragma GCC unroll 12
     for (int row = 0; row < count; row++) {
@@ -156,59 +160,82 @@ INLINE void multiply_panel(int count, int bits, int group, int wide, void *to, c
             sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
     }
     const int vectors = QUANTIZED_VECTORS(count, bits);
-    ptrdiff_t groups = in / group, parts = linear->parts;
-    for (ptrdiff_t done = 0, i = 0; done < parts; done++) {
-        for (; i < (done + 1) * groups / parts; i++) {
-            const char *block = panel + i * block_bytes;
-            for (int line = 0; line < block_bytes; line += CACHE_LINE) __builtin_prefetch(block + WEIGHTS_AHEAD + line);
+    for (ptrdiff_t i = 0; i < groups; i++) {
+        const char *block = panel + i * block_bytes;
+        for (int line = 0; line < block_bytes; line += CACHE_LINE) __builtin_prefetch(block + WEIGHTS_AHEAD + line);
 #pragma GCC unroll 8
-            for (int first = 0; first < PANEL_VECTORS; first += vectors)
-                add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
-        }
-        if (parts == 1) break;
+        for (int first = 0; first < PANEL_VECTORS; first += vectors)
+            add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
+    }
 #pragma GCC unroll 12
-        for (int row = 0; row < count; row++)
-#pragma GCC unroll 8
-            for (int part = 0; part < PANEL_VECTORS; part++) {
-                f32v sum = add_parts(held[row][part], done, sums[row][part]);
-                sums[row][part] = done + 1 < parts ? splat(0.0f) : sum;
-            }
-    }
     for (int row = 0; row < count; row++)
-        store_outputs(output_at(to, row * out, linear->exact), sums[row], PANEL_VECTORS, columns, linear->exact);
+#pragma GCC unroll 8
+        for (int part = 0; part < PANEL_VECTORS; part++) {
+            f32v sum = sums[row][part];
+            if (left) sum = left[row][part] + sum;
+            if (before) sum = before[row][part] + sum;
+            to[row][part] = sum;
+        }
 }
 
-#define HEIGHT(rows_)                                                                                                  \
-    for (; count >= rows_; count -= rows_, to = output_at(to, rows_ * out, linear->exact), rows += rows_ * row_bytes)  \
-        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, linear, in, out, columns);
+typedef void SumGroups(Sums to, Sums left, Sums before, const char *rows, ptrdiff_t row_bytes, const char *panel,
+    const float *bias, ptrdiff_t groups);
 
-// The same for any number of rows. Few heights: each takes a second or so to compile for each form of weights.
-INLINE void multiply_rows(int bits, int group, int wide, void *to, const char *rows, ptrdiff_t count,
-    const char *panel, const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
-    ptrdiff_t row_bytes = in / group * ROW_GROUP_BYTES(group);
-#if QUANTIZED_ROWS > 4
-    HEIGHT(8)
-#endif
-    HEIGHT(4)
-    HEIGHT(2)
-    HEIGHT(1)
-}
-
-// A function of its own for each form of weights: the compiler knows all sizes of its loops.
-#define FORM(name, bits, group, wide)                                                                                  \
-    __attribute__((noinline)) static void name(void *to, const char *rows, ptrdiff_t count, const char *panel,         \
-        const float *bias, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {                     \
-        multiply_rows(bits, group, wide, to, rows, count, panel, bias, linear, in, out, columns);                      \
+// A function of its own for each form of weights and 1, 2, 4 or 8 rows: the compiler knows all sizes of its loops. Few
+// heights: each takes a second or so to compile.
+#define HEIGHT(name, count, bits, group, wide)                                                                         \
+    __attribute__((noinline)) static void name##_##count(Sums to, Sums left, Sums before, const char *rows,            \
+        ptrdiff_t row_bytes, const char *panel, const float *bias, ptrdiff_t groups) {                                 \
+        sum_groups(count, bits, group, wide, to, left, before, rows, row_bytes, panel, bias, groups);                  \
     }
 
-FORM(multiply_4, 4, 32, 0)
-FORM(multiply_4_wide, 4, 32, 1)
-FORM(multiply_8, 8, 32, 0)
-FORM(multiply_8_wide, 8, 32, 1)
-FORM(multiply_8_wide_16, 8, 16, 1)
+#if QUANTIZED_ROWS > 4
+#define EIGHT(name, bits, group, wide) HEIGHT(name, 8, bits, group, wide)
+#define OR_EIGHT(name) , name##_8
+#else
+#define EIGHT(name, bits, group, wide)
+#define OR_EIGHT(name)
+#endif
+
+#define FORM(name, bits, group, wide)                                                                                  \
+    HEIGHT(name, 1, bits, group, wide)                                                                                 \
+    HEIGHT(name, 2, bits, group, wide)                                                                                 \
+    HEIGHT(name, 4, bits, group, wide)                                                                                 \
+    EIGHT(name, bits, group, wide)                                                                                     \
+    static SumGroups *const name[] = {name##_1, name##_2, name##_4 OR_EIGHT(name)};
+
+FORM(sum_4, 4, 32, 0)
+FORM(sum_4_wide, 4, 32, 1)
+FORM(sum_8, 8, 32, 0)
+FORM(sum_8_wide, 8, 32, 1)
+FORM(sum_8_wide_16, 8, 16, 1)
 
 INLINE ptrdiff_t block_size(const Linear *linear) {
     return linear->group * PANEL * linear->bits / 8 + 2 * PANEL * (linear->wide ? sizeof(float) : sizeof(uint16_t));
+}
+
+// `count` rows by a panel of `groups` groups, to [count, out], of which `columns` are there.
+static void multiply_rows(SumGroups *const *of_height, void *to, const char *rows, ptrdiff_t count, const char *panel,
+    const float *bias, const Linear *linear, ptrdiff_t groups, ptrdiff_t out, ptrdiff_t columns) {
+    ptrdiff_t group_bytes = ROW_GROUP_BYTES(linear->group), row_bytes = groups * group_bytes;
+    for (int power = QUANTIZED_ROWS > 4 ? 3 : 2; count; power--)
+        for (; count >= 1 << power; count -= 1 << power) {
+            // Of the parts with even numbers, and of those with odd ones together with all before them.
+            Sums sums[2];
+            for (ptrdiff_t done = 0, size = groups / linear->parts; done < linear->parts; done++)
+                of_height[power](sums[done & 1], done & 1 ? sums[0] : NULL, done == 3 ? sums[1] : NULL,
+                    rows + done * size * group_bytes, row_bytes, panel + done * size * block_size(linear),
+                    done ? NULL : bias, size);
+            f32v(*totals)[PANEL_VECTORS] = sums[linear->parts > 1];
+            for (int row = 0; row < 1 << power; row++, to = output_at(to, out, linear->exact), rows += row_bytes)
+                store_outputs(to, totals[row], PANEL_VECTORS, columns, linear->exact);
+        }
+}
+
+INLINE SumGroups *const *sums_of(const Linear *linear) {
+    if (linear->group == 16) return sum_8_wide_16;
+    if (linear->bits == 4) return linear->wide ? sum_4_wide : sum_4;
+    return linear->wide ? sum_8_wide : sum_8;
 }
 
 // As team_linear, of codes. `in` is a multiple of 32.
@@ -216,23 +243,18 @@ void quantized_linear(const Team *team, void *to, const element *rows, const Lin
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
     assert(in % linear->group == 0 && (linear->group == 32 || (linear->group == 16 && linear->bits == 8 && linear->wide)));
     char *codes = scratch;
-    ptrdiff_t panels = (out + PANEL - 1) / PANEL, panel_bytes = in / linear->group * block_size(linear);
+    ptrdiff_t panels = (out + PANEL - 1) / PANEL, groups = in / linear->group;
     if (linear->group == 32)
         round_groups(team, codes, rows, count * in / 32, 32);
     else
         round_groups(team, codes, rows, count * in / 16, 16);
     wait_for_team(team);
     for (SHARED(panel, team, panels)) {
-        const char *weights = (const char *)linear->weights + panel * panel_bytes;
+        const char *weights = (const char *)linear->weights + panel * groups * block_size(linear);
         const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
         void *outputs = output_at(to, panel * PANEL, linear->exact);
-        if (linear->group == 16)
-            multiply_8_wide_16(outputs, codes, count, weights, bias, linear, in, out, columns);
-        else if (linear->bits == 4)
-            (linear->wide ? multiply_4_wide : multiply_4)(outputs, codes, count, weights, bias, linear, in, out, columns);
-        else
-            (linear->wide ? multiply_8_wide : multiply_8)(outputs, codes, count, weights, bias, linear, in, out, columns);
+        multiply_rows(sums_of(linear), outputs, codes, count, weights, bias, linear, groups, out, columns);
     }
     wait_for_team(team);
 }
