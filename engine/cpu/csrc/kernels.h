@@ -151,10 +151,8 @@ INLINE void store_outputs(void *to, const f32v *outputs, int vectors, ptrdiff_t 
         memcpy(to, outputs, (columns < vectors * LANES ? columns : vectors * LANES) * sizeof(float));
         return;
     }
-    element all[PANEL];
-    for (int part = 0; part < vectors; part++) store_element(all + part * LANES, outputs[part]);
-    if (columns >= vectors * LANES)
-        memcpy(to, all, vectors * LANES * sizeof *all);
-    else
-        memcpy(to, all, columns * sizeof *all);
+    element all[PANEL], *first = columns < vectors * LANES ? all : to;
+#pragma GCC unroll 8
+    for (int part = 0; part < vectors; part++) store_element(first + part * LANES, outputs[part]);
+    if (first == all) memcpy(to, all, columns * sizeof *all);
 }

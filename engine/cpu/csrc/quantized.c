@@ -220,6 +220,7 @@ static void multiply_rows(SumGroups *const *of_height, void *to, const char *row
     ptrdiff_t group_bytes = ROW_GROUP_BYTES(linear->group), row_bytes = groups * group_bytes;
     for (int power = QUANTIZED_ROWS > 4 ? 3 : 2; count; power--)
         for (; count >= 1 << power; count -= 1 << power) {
+            for (int row = 0; row < 1 << power; row++) __builtin_prefetch(output_at(to, row * out, linear->exact), 1);
             // Of the parts with even numbers, and of those with odd ones together with all before them.
             Sums sums[2];
             for (ptrdiff_t done = 0, size = groups / linear->parts; done < linear->parts; done++)
