@@ -34,53 +34,47 @@ INLINE factors weights_of(const element *from, int which) {
 // one from the bias on.
 INLINE void multiply_part(int count, int vectors, void *to, const factor *rows, const element *panel,
     const float *bias, Ahead ahead, const Linear *linear, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
-    f32v sums[LINEAR_ROWS][PANEL_VECTORS], held[LINEAR_ROWS][PANEL_VECTORS][2];
+    f32v totals[LINEAR_ROWS][PANEL_VECTORS], held[LINEAR_ROWS][PANEL_VECTORS][2];
+    ptrdiff_t row_factors = in / FACTOR_ELEMENTS, i = 0;
+    for (ptrdiff_t done = 0; done < linear->parts; done++) {
+        f32v sums[LINEAR_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++)
-#pragma GCC unroll 8
-        for (int part = 0; part < vectors; part++)
-            sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
-    ptrdiff_t row_factors = in / FACTOR_ELEMENTS, done = 0, end = row_factors / linear->parts;
-    for (ptrdiff_t i = 0; i < row_factors; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
-        if (i == end) {
-#pragma GCC unroll 12
-            for (int row = 0; row < count; row++)
-#pragma GCC unroll 8
-                for (int part = 0; part < vectors; part++) {
-                    add_parts(held[row][part], done, sums[row][part]);
-                    sums[row][part] = splat(0.0f);
-                }
-            done++, end += row_factors / linear->parts;
-        }
-        const element *weights = panel + i * FACTOR_ELEMENTS * PANEL;
-        if (ahead.bytes > CACHE_LINE) {
-            __builtin_prefetch(ahead.from);
-            __builtin_prefetch(ahead.from + CACHE_LINE);
-        } else {
-            // The next panel, for which the smallest cache has no room beside this one.
-            __builtin_prefetch(ahead.from, 0, 2);
-        }
-        ahead.from += ahead.bytes;
-#pragma GCC unroll 2
-        for (int which = 0; which < WEIGHT_INPUTS / FACTOR_ELEMENTS; which++) {
-            factors by[PANEL_VECTORS];
+        for (int row = 0; row < count; row++)
 #pragma GCC unroll 8
             for (int part = 0; part < vectors; part++)
-                by[part] = weights_of(weights + part * LANES * WEIGHT_INPUTS, which);
-#pragma GCC unroll 12
-            for (int row = 0; row < count; row++)
+                sums[row][part] = bias && !done ? load(bias + part * LANES) : splat(0.0f);
+        for (ptrdiff_t end = (done + 1) * row_factors / linear->parts; i < end; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
+            const element *weights = panel + i * FACTOR_ELEMENTS * PANEL;
+            if (ahead.bytes > CACHE_LINE) {
+                __builtin_prefetch(ahead.from);
+                __builtin_prefetch(ahead.from + CACHE_LINE);
+            } else {
+                // The next panel, for which the smallest cache has no room beside this one.
+                __builtin_prefetch(ahead.from, 0, 2);
+            }
+            ahead.from += ahead.bytes;
+#pragma GCC unroll 2
+            for (int which = 0; which < WEIGHT_INPUTS / FACTOR_ELEMENTS; which++) {
+                factors by[PANEL_VECTORS];
 #pragma GCC unroll 8
                 for (int part = 0; part < vectors; part++)
-                    sums[row][part] = add_products(sums[row][part], by[part], rows[row * row_factors + i + which]);
+                    by[part] = weights_of(weights + part * LANES * WEIGHT_INPUTS, which);
+#pragma GCC unroll 12
+                for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+                    for (int part = 0; part < vectors; part++)
+                        sums[row][part] = add_products(sums[row][part], by[part], rows[row * row_factors + i + which]);
+            }
         }
+#pragma GCC unroll 12
+        for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+            for (int part = 0; part < vectors; part++)
+                totals[row][part] = add_parts(held[row][part], done, sums[row][part]);
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) {
-        if (done)
-#pragma GCC unroll 8
-            for (int part = 0; part < vectors; part++) sums[row][part] = add_parts(held[row][part], done, sums[row][part]);
-        store_outputs(output_at(to, row * out, linear->exact), sums[row], vectors, columns, linear->exact);
-    }
+    for (int row = 0; row < count; row++)
+        store_outputs(output_at(to, row * out, linear->exact), totals[row], vectors, columns, linear->exact);
 }
 
 // The same for a whole panel, in as many parts as registers hold sums of all rows, which are no more than LINEAR_ROWS.
