@@ -131,6 +131,7 @@ def test_all_forms_of_models_give_the_golden_logits(build: Build, root: Path, mo
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("threads", [0, 1, 2])
 @pytest.mark.parametrize("build", ALL, ids=named)
 def test_many_rows_of_all_forms_give_the_golden_logits(
