@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, pad
 from engine import ieee_math
 from engine.passes.device import on_device
 from engine.sampling.context import Draw, SamplingContext
-from engine.sampling.logits_shaping import in_order, relative_mass
+from engine.sampling.logits_shaping import WEIGHT_BITS, in_order, weights
 from engine.sampling.noise import noise_bits
 
 RACE_MARGIN = 24.0
@@ -26,7 +26,7 @@ RACE_MARGIN = 24.0
 
 
 _BUCKET = 128
-# That are computed at a time, as their words fit a CPU's cache.
+# At a time, whose numbers fit a CPU's cache.
 _ROWS = 4
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
 _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
@@ -80,7 +80,6 @@ class LogitsScan:
         bytes_ = (scores if whole else scores[on_device(rows, device)]).view(torch.uint8)
         words = pad(bytes_, (0, -bytes_.shape[1] % 8)).contiguous().view(torch.int64)
         places = torch.arange(words.shape[1], device=device)
-        # A few rows at a time, whose words fit a CPU's cache.
         parts = words.split(_ROWS if device.type == "cpu" else 64)
         return torch.cat([noise_bits(noise_bits(part, places), places).sum(1) for part in parts])
 
@@ -109,7 +108,8 @@ class LogitsScan:
         """Of each row [R, V] the largest score, float32 [R], and all probabilities together where its own is 1, float64
         [R]; NaN where a row is not finite."""
         largest = scores.amax(1).to(torch.float32)
-        return largest, relative_mass(largest[:, None] - scores)
+        mass = weights(largest[:, None] - scores).sum(1).to(torch.float64) * 2.0**-WEIGHT_BITS
+        return largest, torch.where(largest.isfinite(), mass, torch.nan)
 
     @torch.inference_mode()
     def forbid(

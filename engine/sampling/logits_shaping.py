@@ -159,20 +159,20 @@ def _kept_prefix(deficit: Tensor, rows: Sequence[SamplingParameters], size: int)
     """Mask and order of the first `size` tokens of each row, which decide, and whether no row keeps more than those."""
     vocabulary_size = deficit.shape[1]
     order = in_order(deficit, size)
-    weights = _weights(deficit.gather(1, order))
-    sums = weights.cumsum(1)
+    masses = weights(deficit.gather(1, order))
+    sums = masses.cumsum(1)
     top_k = [min(sampling.top_k or vocabulary_size, vocabulary_size) for sampling in rows]
     counts = _on_device(top_k, torch.int64, deficit)[:, None]
     rank = torch.arange(size, device=deficit.device)
     within_k = rank < counts
     total = sums.gather(1, counts.clamp(max=size) - 1)
     if any(sampling.top_p < 1 and count > size for sampling, count in zip(rows, top_k, strict=True)):
-        total = torch.where(counts <= size, total, _weights(deficit).sum(1, keepdim=True))
+        total = torch.where(counts <= size, total, weights(deficit).sum(1, keepdim=True))
     top_p = _on_device([sampling.top_p for sampling in rows], torch.float64, deficit)[:, None]
     min_p = _on_device([sampling.min_p for sampling in rows], torch.float64, deficit)[:, None]
-    before = (sums - weights).to(torch.float64)
+    before = (sums - masses).to(torch.float64)
     within_p = (before < total.to(torch.float64) * top_p) | (top_p >= 1)
-    likely = weights.to(torch.float64) >= min_p * 2.0**WEIGHT_BITS
+    likely = masses.to(torch.float64) >= min_p * 2.0**WEIGHT_BITS
     kept = within_k & within_p & likely
     # The best token stays whatever the filters say.
     kept[:, 0] = True
@@ -191,13 +191,7 @@ def in_order(deficit: Tensor, size: int) -> Tensor:
     return keys.topk(size, dim=1, largest=False, sorted=True).values & 0xFFFFFFFF
 
 
-def relative_mass(deficit: Tensor) -> Tensor:
-    """The sum of the probabilities in each row of deficits [R, V] relative to the row's largest, float64 [R]; NaN where
-    a deficit is."""
-    return (exp_of_negative(deficit) * 2.0**WEIGHT_BITS).floor_().sum(1, dtype=torch.float64) * 2.0**-WEIGHT_BITS
-
-
-def _weights(deficit: Tensor) -> Tensor:
+def weights(deficit: Tensor) -> Tensor:
     """Probabilities relative to the row's largest, as whole multiples of 2^-34: sums do not depend on their order."""
     return (exp_of_negative(deficit) * 2.0**WEIGHT_BITS).to(torch.int64)
 

@@ -132,14 +132,6 @@ void team_linear(const Team *team, void *to, const element *rows, const Linear *
 void quantized_linear(const Team *team, void *to, const element *rows, const Linear *linear, void *scratch,
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 
-// Adds the parts before that are complete to the sum of one, of which `held` keeps pairs and pairs of pairs.
-INLINE f32v add_parts(f32v held[2], ptrdiff_t part, f32v sum) {
-    if (part & 1) sum = held[0] + sum;
-    if (part == 3) sum = held[1] + sum;
-    held[part & 1] = sum;
-    return sum;
-}
-
 // Where outputs from the `index`-th on go: elements, or numbers in float32 where `exact`.
 INLINE void *output_at(void *to, ptrdiff_t index, int exact) {
     return (char *)to + index * (ptrdiff_t)(exact ? sizeof(float) : sizeof(element));

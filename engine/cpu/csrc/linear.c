@@ -29,6 +29,14 @@ INLINE factors weights_of(const element *from, int which) {
 #endif
 }
 
+// Adds the parts before that are complete to the sum of one, of which `held` keeps pairs and pairs of pairs.
+INLINE f32v add_parts(f32v held[2], ptrdiff_t part, f32v sum) {
+    if (part & 1) sum = held[0] + sum;
+    if (part == 3) sum = held[1] + sum;
+    held[part & 1] = sum;
+    return sum;
+}
+
 // `count` rows [in] by `vectors` vectors of outputs of a panel [in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] to [count, out],
 // of which `columns` are there. Each output is one chain of sums for each part of the inputs, in their order, the first
 // one from the bias on.
