@@ -4,6 +4,7 @@
 # make image-test  builds the image with podman and runs it as the manifests say; make hosts-test runs a cell on hosts
 #              with addresses of their own, which lose links and die. Both need root, and are among the long tests
 # make lint    style and types
+# make lines   counts lines of code by room, at HEAD and at COMMITS
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
 # make lock    writes the lock files anew after a change of pyproject.toml; LOCK="--upgrade" also takes newer versions
@@ -21,6 +22,7 @@ SEEDS ?= 1000
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
+COMMITS ?=
 
 # Where the environment forbids bytecode, every one of hundreds of processes would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,7 +44,7 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet -
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim lint format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim lint lines format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -106,6 +108,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+lines:
+	$(PYTHON) .ci/lines.py $(COMMITS) HEAD
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
