@@ -39,8 +39,8 @@ SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
 # pip would compile everything before it goes on, which takes as long as unpacking it.
 INSTALL := -m pip install --disable-pip-version-check --no-compile
-COMPILED := deploy.cli.serve, deploy.ray_app.application, engine.models.loading, transformers.models.llama.modeling_llama
-COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --python $(BIN)/python
+COMPILED := spool.deploy.cli.serve, spool.deploy.ray_app.application, spool.engine.models.loading, transformers.models.llama.modeling_llama
+COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --no-emit-package spool-client --python $(BIN)/python
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
@@ -51,7 +51,7 @@ setup: $(STAMP)
 # torch comes first, by its exact version and with options of its own: nothing after it may choose another build. pip
 # checks the hashes in the lock files of all that it installs from them; torch, which may be of another index, is there by
 # then. Torch is compiled beside that, and of the rest what a server imports.
-$(SERVING): requirements.lock pyproject.toml
+$(SERVING): requirements.lock pyproject.toml setup.py spool_client/pyproject.toml
 	@echo "== virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== $(TORCH) (large)"
@@ -59,7 +59,7 @@ $(SERVING): requirements.lock pyproject.toml
 	@echo "== what serving needs, and Spool"
 	$(BIN)/python -m compileall -q $(VENV)/lib/python*/site-packages/torch & \
 	$(BIN)/python $(INSTALL) -r requirements.lock && wait
-	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e ./spool_client -e .
 	$(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
@@ -104,10 +104,16 @@ hosts-test: $(STAMP)
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
 
-lint: $(STAMP)
+lint: $(STAMP) build/names
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The folders by the names that they are installed under, for mypy.
+build/names:
+	mkdir -p $@/spool
+	ln -s $(addprefix ../../../,deploy engine protos scheduler services) $@/spool
+	ln -s ../../../spool_client $@/spool/client
 
 lines:
 	$(PYTHON) .ci/lines.py $(COMMITS) HEAD
@@ -116,14 +122,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# The stubs of the public API lie in the client's package, and import each other there.
+# Stubs lie in the packages that use them, the public API's in the client's, and import each other there.
 stubs: $(STAMP)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
-	mkdir -p build/stubs
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=build/stubs --pyi_out=build/stubs \
-		--grpc_python_out=build/stubs spool/v1/generation.proto
-	sed -i 's/^from spool\.v1 /from spool_client.v1 /' build/stubs/spool/v1/*.py
+	rm -rf build/stubs && mkdir -p build/stubs
+	cd protos && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=../build/stubs --pyi_out=../build/stubs \
+		--grpc_python_out=../build/stubs $$(find spool -name "*.proto")
+	find build/stubs -type f -exec sed -i -E \
+		-e 's/^from spool\.[a-z]+\.v1 /from spool.protos /; s/^from spool\.v1 /from spool.client.v1 /' {} +
 	cp build/stubs/spool/v1/*_pb2* spool_client/v1
+	cp build/stubs/spool/*/v1/*_pb2* protos
 
 # The second file is resolved within the first one's versions, so that both name the same ones.
 lock: $(STAMP)
@@ -139,7 +146,7 @@ test-oldest test-newest: test-%: $(STAMP)
 	$(COMPILE) --resolution $(RESOLUTION) --upgrade -c build/$*/torch.txt --extra dev -o build/$*/requirements.txt pyproject.toml
 	build/$*/bin/python $(INSTALL) $(TORCH_OPTIONS) -r build/$*/torch.txt
 	build/$*/bin/python $(INSTALL) -r build/$*/requirements.txt
-	build/$*/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
+	build/$*/bin/python $(INSTALL) --no-deps --no-build-isolation -e ./spool_client -e .
 	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -n $(JOBS) tests/unit
 
 clean:

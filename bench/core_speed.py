@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.core import SchedulerCore
-from scheduler.messages import (
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import (
     DraftingReport,
     EmitTokens,
     Event,
@@ -39,7 +39,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from services.launch.process_tuning import keep_loaded_objects
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ import psutil
 
 from bench.record import write_result
 from bench.served import serving
-from deploy.cluster.client import connected
-from deploy.cluster.local_ray import LocalRay
-from deploy.cluster.served_state import STATE_VARIABLE, StateFolder
-from deploy.config.spool_config import RaySettings
-from deploy.progress import say
+from spool.deploy.cluster.client import connected
+from spool.deploy.cluster.local_ray import LocalRay
+from spool.deploy.cluster.served_state import STATE_VARIABLE, StateFolder
+from spool.deploy.config.spool_config import RaySettings
+from spool.deploy.progress import say
 
 _SETTLE_SECONDS = 20.0
 """After the start, during which caches fill and first checks are made."""

@@ -25,14 +25,14 @@ from rich.console import Console
 
 from bench.offline.grid import GridPoint, System
 from bench.offline.peers import PeerModels, Peers
-from engine.cpu.isa import AUTO
-from engine.kv.pages import PageTable
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
-from services.launch.process_tuning import keep_loaded_objects
+from spool.engine.cpu.isa import AUTO
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 PROMPT, TOKENS = 128, 64
 BATCHES = (1, 8, 16)

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from deploy.errors import UsageError
-from deploy.offline.prompts import load_prompts
-from engine.demo.convert import TRAINED_LAYERS, assemble_draft
-from engine.models.draft_vocabulary import FIELD_NAME, FILE_NAME
-from engine.models.reference import transformers_model
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.errors import UsageError
+from spool.deploy.offline.prompts import load_prompts
+from spool.engine.demo.convert import TRAINED_LAYERS, assemble_draft
+from spool.engine.models.draft_vocabulary import FIELD_NAME, FILE_NAME
+from spool.engine.models.reference import transformers_model
+from spool.services.text.tokenizer import ModelTokenizer
 
 HELD_OUT = 10
 """One text in so many is not learnt from."""

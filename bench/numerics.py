@@ -14,15 +14,15 @@ from statistics import median
 
 from rich.progress import track
 
-from engine.cpu.isa import AUTO, CPU_ISAS
-from engine.demo.build import build_demo_models
-from engine.kv.pages import PageTable
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
+from spool.engine.cpu.isa import AUTO, CPU_ISAS
+from spool.engine.demo.build import build_demo_models
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import SamplingParameters
 
 _PROMPT = [(7 * place * place + 3) % 40_000 for place in range(512)]
 _CHUNK, _HISTORY, _STEPS = 128, 100, 12

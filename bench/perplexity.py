@@ -15,17 +15,17 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.progress import say
-from engine.kv.pages import PageTable
-from engine.models.fetching import fetch_model
-from engine.models.loading import load_target_engine
-from engine.models.source import resolve_model
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.messages import PromptScoring, Role
-from scheduler.sampling import SamplingParameters
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.progress import say
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.loading import load_target_engine
+from spool.engine.models.source import resolve_model
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import PromptScoring, Role
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.text.tokenizer import ModelTokenizer
 
 CHUNK = 512
 _FED = 128

@@ -27,8 +27,8 @@ import httpx
 from bench.record import write_result
 from bench.served import Served, serving
 from bench.strangers.honest import Streams
-from deploy.offline.prompts import load_prompts
-from deploy.progress import say
+from spool.deploy.offline.prompts import load_prompts
+from spool.deploy.progress import say
 
 ON_RAY, WITHOUT_RAY, BESIDE_RAY = "on Ray", "without Ray", "without Ray, beside an idle one"
 

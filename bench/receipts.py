@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from deploy.config.loading import parse_override
-from deploy.config.spool_config import SpoolConfig
-from deploy.models import prepare_models
-from deploy.offline.cell import running_cell
-from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
-from deploy.offline.prompts import load_prompts
-from deploy.offline.settings import SamplingSettings, configured
-from deploy.progress import Reporter
-from services.receipts.receipt import Receipt
+from spool.deploy.config.loading import parse_override
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.models import prepare_models
+from spool.deploy.offline.cell import running_cell
+from spool.deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
+from spool.deploy.offline.prompts import load_prompts
+from spool.deploy.offline.settings import SamplingSettings, configured
+from spool.deploy.progress import Reporter
+from spool.services.receipts.receipt import Receipt
 
 # Rows of a step.
 _BATCH = 8
@@ -71,7 +71,16 @@ def main() -> None:
         jobs = make_jobs(several, ready.tokenizer, sampling, ready.max_positions)
         file = Path(scratch) / "receipts.jsonl"
         turns = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
-        command = [sys.executable, "-P", "-m", "deploy.cli.main", "replay", file, "--target", given.target, "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "spool.deploy.cli.main",
+            "replay",
+            file,
+            "--target",
+            given.target,
+            "--json",
+        ]
         replayed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     tokens = sum(job.max_tokens for job in jobs)
     plain, digested = (median(each) for each in zip(*turns, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
-from deploy.cluster.served_state import STATE_VARIABLE
+from spool.deploy.cluster.served_state import STATE_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 _START_SECONDS = 600.0
@@ -41,7 +41,7 @@ class Served:
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders first, and Spool where it is not installed."""
+    """PYTHONPATH with these folders first, and that of `bench`."""
     return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
@@ -52,7 +52,7 @@ def serving(settings: Mapping[str, Any], without_ray: bool, say: Callable[[str],
     with tempfile.TemporaryDirectory(prefix="served-") as name:
         folder = Path(name)
         (folder / "spool.yaml").write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
-        command = [sys.executable, "-m", "deploy.cli.main", "serve", "--config", str(folder / "spool.yaml")]
+        command = [sys.executable, "-m", "spool.deploy.cli.main", "serve", "--config", str(folder / "spool.yaml")]
         environment = {**os.environ, STATE_VARIABLE: str(folder / "state"), "PYTHONPATH": python_path()}
         began = time.monotonic()
         with subprocess.Popen(

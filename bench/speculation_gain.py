@@ -20,11 +20,11 @@ from rich.console import Console
 
 from bench.gpu.decoding import Stream, decode, free, prefill, prompts
 from bench.gpu.pair import SHAPES, Pair
-from engine.drafting.model_draft import DraftEngine
-from engine.models.loading import draft_engine_of, target_engine_of
-from engine.settings import EngineSettings
-from engine.target import TargetEngine
-from services.launch.process_tuning import keep_loaded_objects
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.models.loading import draft_engine_of, target_engine_of
+from spool.engine.settings import EngineSettings
+from spool.engine.target import TargetEngine
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 MODELS = ("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "qwen3-4b")
 BATCHES = (1, 2, 4, 8)

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.config.models import DEMO, NGRAM, NO_DRAFT
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.progress import Reporter, say
-from deploy.workers import worker_memory
-from engine.demo.build import DemoBuildError
-from engine.drafting.token_map import map_tokens
-from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
-from engine.models.drafting_head import MTP
-from engine.models.fetching import fetch_model
-from engine.models.memory_plan import plan_memory
-from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
-from engine.settings import EngineSettings
-from scheduler.messages import Role
-from services.gateway.settings import not_followed
-from services.text.chat_template import ChatTemplateError
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.config.models import DEMO, NGRAM, NO_DRAFT
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.progress import Reporter, say
+from spool.deploy.workers import worker_memory
+from spool.engine.demo.build import DemoBuildError
+from spool.engine.drafting.token_map import map_tokens
+from spool.engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
+from spool.engine.models.drafting_head import MTP
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.memory_plan import plan_memory
+from spool.engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
+from spool.services.gateway.settings import not_followed
+from spool.services.text.chat_template import ChatTemplateError
+from spool.services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

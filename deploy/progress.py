@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 _SECONDS_BETWEEN_LINES = 5.0
 

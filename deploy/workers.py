@@ -10,15 +10,15 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from engine.errors import GpuMemoryError
-from engine.models.fetching import fetch_model
-from engine.models.memory_plan import GPU_CODE_DTYPES, ModelMemory, model_memory
-from engine.models.source import resolve_model
-from engine.settings import DTYPES, EngineSettings
-from scheduler.messages import Role
-from services.launch.launcher import WorkerLaunch
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.engine.errors import GpuMemoryError
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.memory_plan import GPU_CODE_DTYPES, ModelMemory, model_memory
+from spool.engine.models.source import resolve_model
+from spool.engine.settings import DTYPES, EngineSettings
+from spool.scheduler.messages import Role
+from spool.services.launch.launcher import WorkerLaunch
 
 EngineOf = Callable[[Role, str], EngineSettings]
 """The engine of a role on a device, without what shares the device or its process."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from engine.errors import UnsupportedModelError
+from spool.engine.errors import UnsupportedModelError
 
 WAY_OUT = "without, the text may be wrong (models.ignore_tensors, or --ignore-tensors, names what may be left out)"
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.pages import PageKey, PageTable
-from engine.kv.prefix_cache import PrefixCache
-from engine.sampling.grammars import GrammarState
-from engine.steps import RowOutcome, VerifyRow
-from engine.target import TargetEngine
-from scheduler.messages import TokenLogprobs
-from scheduler.sampling import SamplingParameters
+from spool.engine.kv.pages import PageKey, PageTable
+from spool.engine.kv.prefix_cache import PrefixCache
+from spool.engine.sampling.grammars import GrammarState
+from spool.engine.steps import RowOutcome, VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import TokenLogprobs
+from spool.scheduler.sampling import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from engine.cpu.isa import CPU_ISAS
-from engine.kv.kv_store import KV_INT8
-from engine.models.memory_plan import ModelMemory
+from spool.engine.cpu.isa import CPU_ISAS
+from spool.engine.kv.kv_store import KV_INT8
+from spool.engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", KV_INT8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.prompt_lookup import TokenPlaces
-from engine.drafting.sequence import SequenceDrafting
-from engine.kv.pages import PageTable
-from engine.sampling.grammars import GrammarState
-from scheduler.messages import PromptScoring, TokenLogprobs
-from scheduler.sampling import SamplingParameters
+from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.kv.pages import PageTable
+from spool.engine.sampling.grammars import GrammarState
+from spool.scheduler.messages import PromptScoring, TokenLogprobs
+from spool.scheduler.sampling import SamplingParameters
 
 Computing = Callable[[], None]
 """Called when a pass begins to compute: on a GPU once it is launched, else before its long calls. From then on other

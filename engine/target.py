@@ -10,21 +10,21 @@ from math import isnan
 
 import torch
 
-from engine.description import EngineDescription
-from engine.drafting.head_drafting import HeadDrafting
-from engine.kv.kv_store import KvStore
-from engine.kv.pages import PagePool
-from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
-from engine.passes.device import on_device
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.sampling.context import SamplingContext
-from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.logprobs import read_logprobs, token_logprobs
-from engine.sampling.sampler import choose_tokens, known
-from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
-from scheduler.messages import TokenLogprobs
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.head_drafting import HeadDrafting
+from spool.engine.kv.kv_store import KvStore
+from spool.engine.kv.pages import PagePool
+from spool.engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from spool.engine.passes.device import on_device
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.logprobs import read_logprobs, token_logprobs
+from spool.engine.sampling.sampler import choose_tokens, known
+from spool.engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
+from spool.scheduler.messages import TokenLogprobs
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
 _NOT_A_NUMBER = "the target's logits are not finite"

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import cell_view_pb2 as protos_dot_cell__view__pb2
+from spool.protos import cell_view_pb2 as spool_dot_cell_dot_v1_dot_cell__view__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/cell_view_pb2_grpc.py depends on'
+        + ' but the generated code in spool/cell/v1/cell_view_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,9 +36,9 @@ class CellViewerStub:
             channel: A grpc.Channel.
         """
         self.Watch = channel.unary_stream(
-                '/spool.v1.CellViewer/Watch',
-                request_serializer=protos_dot_cell__view__pb2.WatchRequest.SerializeToString,
-                response_deserializer=protos_dot_cell__view__pb2.CellView.FromString,
+                '/spool.cell.v1.CellViewer/Watch',
+                request_serializer=spool_dot_cell_dot_v1_dot_cell__view__pb2.WatchRequest.SerializeToString,
+                response_deserializer=spool_dot_cell_dot_v1_dot_cell__view__pb2.CellView.FromString,
                 _registered_method=True)
 
 
@@ -58,14 +58,14 @@ def add_CellViewerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protos_dot_cell__view__pb2.WatchRequest.FromString,
-                    response_serializer=protos_dot_cell__view__pb2.CellView.SerializeToString,
+                    request_deserializer=spool_dot_cell_dot_v1_dot_cell__view__pb2.WatchRequest.FromString,
+                    response_serializer=spool_dot_cell_dot_v1_dot_cell__view__pb2.CellView.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'spool.v1.CellViewer', rpc_method_handlers)
+            'spool.cell.v1.CellViewer', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spool.v1.CellViewer', rpc_method_handlers)
+    server.add_registered_method_handlers('spool.cell.v1.CellViewer', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -87,9 +87,9 @@ class CellViewer:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/spool.v1.CellViewer/Watch',
-            protos_dot_cell__view__pb2.WatchRequest.SerializeToString,
-            protos_dot_cell__view__pb2.CellView.FromString,
+            '/spool.cell.v1.CellViewer/Watch',
+            spool_dot_cell_dot_v1_dot_cell__view__pb2.WatchRequest.SerializeToString,
+            spool_dot_cell_dot_v1_dot_cell__view__pb2.CellView.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import draft_pb2 as protos_dot_draft__pb2
+from spool.protos import draft_pb2 as spool_dot_draft_dot_v1_dot_draft__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/draft_pb2_grpc.py depends on'
+        + ' but the generated code in spool/draft/v1/draft_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,9 +38,9 @@ class DrafterStub:
             channel: A grpc.Channel.
         """
         self.Propose = channel.stream_stream(
-                '/spool.v1.Drafter/Propose',
-                request_serializer=protos_dot_draft__pb2.DraftRequest.SerializeToString,
-                response_deserializer=protos_dot_draft__pb2.Proposals.FromString,
+                '/spool.draft.v1.Drafter/Propose',
+                request_serializer=spool_dot_draft_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
+                response_deserializer=spool_dot_draft_dot_v1_dot_draft__pb2.Proposals.FromString,
                 _registered_method=True)
 
 
@@ -63,14 +63,14 @@ def add_DrafterServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
-                    request_deserializer=protos_dot_draft__pb2.DraftRequest.FromString,
-                    response_serializer=protos_dot_draft__pb2.Proposals.SerializeToString,
+                    request_deserializer=spool_dot_draft_dot_v1_dot_draft__pb2.DraftRequest.FromString,
+                    response_serializer=spool_dot_draft_dot_v1_dot_draft__pb2.Proposals.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'spool.v1.Drafter', rpc_method_handlers)
+            'spool.draft.v1.Drafter', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spool.v1.Drafter', rpc_method_handlers)
+    server.add_registered_method_handlers('spool.draft.v1.Drafter', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -94,9 +94,9 @@ class Drafter:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/spool.v1.Drafter/Propose',
-            protos_dot_draft__pb2.DraftRequest.SerializeToString,
-            protos_dot_draft__pb2.Proposals.FromString,
+            '/spool.draft.v1.Drafter/Propose',
+            spool_dot_draft_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
+            spool_dot_draft_dot_v1_dot_draft__pb2.Proposals.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import scheduler_pb2 as protos_dot_scheduler__pb2
+from spool.protos import scheduler_pb2 as spool_dot_scheduler_dot_v1_dot_scheduler__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/scheduler_pb2_grpc.py depends on'
+        + ' but the generated code in spool/scheduler/v1/scheduler_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,24 +36,24 @@ class SchedulerStub:
             channel: A grpc.Channel.
         """
         self.Session = channel.stream_stream(
-                '/spool.v1.Scheduler/Session',
-                request_serializer=protos_dot_scheduler__pb2.SessionRequest.SerializeToString,
-                response_deserializer=protos_dot_scheduler__pb2.SessionReply.FromString,
+                '/spool.scheduler.v1.Scheduler/Session',
+                request_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionRequest.SerializeToString,
+                response_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionReply.FromString,
                 _registered_method=True)
         self.Register = channel.unary_unary(
-                '/spool.v1.Scheduler/Register',
-                request_serializer=protos_dot_scheduler__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=protos_dot_scheduler__pb2.RegisterReply.FromString,
+                '/spool.scheduler.v1.Scheduler/Register',
+                request_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterReply.FromString,
                 _registered_method=True)
         self.Deregister = channel.unary_unary(
-                '/spool.v1.Scheduler/Deregister',
-                request_serializer=protos_dot_scheduler__pb2.DeregisterRequest.SerializeToString,
-                response_deserializer=protos_dot_scheduler__pb2.DeregisterReply.FromString,
+                '/spool.scheduler.v1.Scheduler/Deregister',
+                request_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterRequest.SerializeToString,
+                response_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
-                '/spool.v1.Scheduler/Status',
-                request_serializer=protos_dot_scheduler__pb2.StatusRequest.SerializeToString,
-                response_deserializer=protos_dot_scheduler__pb2.StatusReply.FromString,
+                '/spool.scheduler.v1.Scheduler/Status',
+                request_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusRequest.SerializeToString,
+                response_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusReply.FromString,
                 _registered_method=True)
 
 
@@ -99,29 +99,29 @@ def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=protos_dot_scheduler__pb2.SessionRequest.FromString,
-                    response_serializer=protos_dot_scheduler__pb2.SessionReply.SerializeToString,
+                    request_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionRequest.FromString,
+                    response_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionReply.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=protos_dot_scheduler__pb2.RegisterRequest.FromString,
-                    response_serializer=protos_dot_scheduler__pb2.RegisterReply.SerializeToString,
+                    request_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterRequest.FromString,
+                    response_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterReply.SerializeToString,
             ),
             'Deregister': grpc.unary_unary_rpc_method_handler(
                     servicer.Deregister,
-                    request_deserializer=protos_dot_scheduler__pb2.DeregisterRequest.FromString,
-                    response_serializer=protos_dot_scheduler__pb2.DeregisterReply.SerializeToString,
+                    request_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterRequest.FromString,
+                    response_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=protos_dot_scheduler__pb2.StatusRequest.FromString,
-                    response_serializer=protos_dot_scheduler__pb2.StatusReply.SerializeToString,
+                    request_deserializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusRequest.FromString,
+                    response_serializer=spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'spool.v1.Scheduler', rpc_method_handlers)
+            'spool.scheduler.v1.Scheduler', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spool.v1.Scheduler', rpc_method_handlers)
+    server.add_registered_method_handlers('spool.scheduler.v1.Scheduler', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -143,9 +143,9 @@ class Scheduler:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/spool.v1.Scheduler/Session',
-            protos_dot_scheduler__pb2.SessionRequest.SerializeToString,
-            protos_dot_scheduler__pb2.SessionReply.FromString,
+            '/spool.scheduler.v1.Scheduler/Session',
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionRequest.SerializeToString,
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -170,9 +170,9 @@ class Scheduler:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Scheduler/Register',
-            protos_dot_scheduler__pb2.RegisterRequest.SerializeToString,
-            protos_dot_scheduler__pb2.RegisterReply.FromString,
+            '/spool.scheduler.v1.Scheduler/Register',
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterRequest.SerializeToString,
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.RegisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,9 +197,9 @@ class Scheduler:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Scheduler/Deregister',
-            protos_dot_scheduler__pb2.DeregisterRequest.SerializeToString,
-            protos_dot_scheduler__pb2.DeregisterReply.FromString,
+            '/spool.scheduler.v1.Scheduler/Deregister',
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterRequest.SerializeToString,
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.DeregisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,9 +224,9 @@ class Scheduler:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Scheduler/Status',
-            protos_dot_scheduler__pb2.StatusRequest.SerializeToString,
-            protos_dot_scheduler__pb2.StatusReply.FromString,
+            '/spool.scheduler.v1.Scheduler/Status',
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusRequest.SerializeToString,
+            spool_dot_scheduler_dot_v1_dot_scheduler__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,

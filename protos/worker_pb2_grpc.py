@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import worker_pb2 as protos_dot_worker__pb2
+from spool.protos import worker_pb2 as spool_dot_worker_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/worker_pb2_grpc.py depends on'
+        + ' but the generated code in spool/worker/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,24 +38,24 @@ class WorkerStub:
             channel: A grpc.Channel.
         """
         self.Describe = channel.unary_unary(
-                '/spool.v1.Worker/Describe',
-                request_serializer=protos_dot_worker__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.WorkerDescription.FromString,
+                '/spool.worker.v1.Worker/Describe',
+                request_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.WorkerDescription.FromString,
                 _registered_method=True)
         self.Steps = channel.stream_stream(
-                '/spool.v1.Worker/Steps',
-                request_serializer=protos_dot_worker__pb2.StepRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.StepReply.FromString,
+                '/spool.worker.v1.Worker/Steps',
+                request_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.StepRequest.SerializeToString,
+                response_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.StepReply.FromString,
                 _registered_method=True)
         self.ExportKv = channel.unary_stream(
-                '/spool.v1.Worker/ExportKv',
-                request_serializer=protos_dot_worker__pb2.ExportKvRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.KvPart.FromString,
+                '/spool.worker.v1.Worker/ExportKv',
+                request_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.ExportKvRequest.SerializeToString,
+                response_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.KvPart.FromString,
                 _registered_method=True)
         self.ImportKv = channel.unary_unary(
-                '/spool.v1.Worker/ImportKv',
-                request_serializer=protos_dot_worker__pb2.ImportKvRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.ImportKvReply.FromString,
+                '/spool.worker.v1.Worker/ImportKv',
+                request_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvRequest.SerializeToString,
+                response_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvReply.FromString,
                 _registered_method=True)
 
 
@@ -97,29 +97,29 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=protos_dot_worker__pb2.DescribeRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.WorkerDescription.SerializeToString,
+                    request_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
+                    response_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.WorkerDescription.SerializeToString,
             ),
             'Steps': grpc.stream_stream_rpc_method_handler(
                     servicer.Steps,
-                    request_deserializer=protos_dot_worker__pb2.StepRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.StepReply.SerializeToString,
+                    request_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.StepRequest.FromString,
+                    response_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.StepReply.SerializeToString,
             ),
             'ExportKv': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportKv,
-                    request_deserializer=protos_dot_worker__pb2.ExportKvRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.KvPart.SerializeToString,
+                    request_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.ExportKvRequest.FromString,
+                    response_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.KvPart.SerializeToString,
             ),
             'ImportKv': grpc.unary_unary_rpc_method_handler(
                     servicer.ImportKv,
-                    request_deserializer=protos_dot_worker__pb2.ImportKvRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.ImportKvReply.SerializeToString,
+                    request_deserializer=spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvRequest.FromString,
+                    response_serializer=spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'spool.v1.Worker', rpc_method_handlers)
+            'spool.worker.v1.Worker', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spool.v1.Worker', rpc_method_handlers)
+    server.add_registered_method_handlers('spool.worker.v1.Worker', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -143,9 +143,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Worker/Describe',
-            protos_dot_worker__pb2.DescribeRequest.SerializeToString,
-            protos_dot_worker__pb2.WorkerDescription.FromString,
+            '/spool.worker.v1.Worker/Describe',
+            spool_dot_worker_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
+            spool_dot_worker_dot_v1_dot_worker__pb2.WorkerDescription.FromString,
             options,
             channel_credentials,
             insecure,
@@ -170,9 +170,9 @@ class Worker:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/spool.v1.Worker/Steps',
-            protos_dot_worker__pb2.StepRequest.SerializeToString,
-            protos_dot_worker__pb2.StepReply.FromString,
+            '/spool.worker.v1.Worker/Steps',
+            spool_dot_worker_dot_v1_dot_worker__pb2.StepRequest.SerializeToString,
+            spool_dot_worker_dot_v1_dot_worker__pb2.StepReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,9 +197,9 @@ class Worker:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/spool.v1.Worker/ExportKv',
-            protos_dot_worker__pb2.ExportKvRequest.SerializeToString,
-            protos_dot_worker__pb2.KvPart.FromString,
+            '/spool.worker.v1.Worker/ExportKv',
+            spool_dot_worker_dot_v1_dot_worker__pb2.ExportKvRequest.SerializeToString,
+            spool_dot_worker_dot_v1_dot_worker__pb2.KvPart.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,9 +224,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Worker/ImportKv',
-            protos_dot_worker__pb2.ImportKvRequest.SerializeToString,
-            protos_dot_worker__pb2.ImportKvReply.FromString,
+            '/spool.worker.v1.Worker/ImportKv',
+            spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvRequest.SerializeToString,
+            spool_dot_worker_dot_v1_dot_worker__pb2.ImportKvReply.FromString,
             options,
             channel_credentials,
             insecure,

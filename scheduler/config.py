@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from scheduler.key_class import KeyClass
+from spool.scheduler.key_class import KeyClass
 
 MAX_RUNNING = 256
 # A pass then has room for the next token of each sequence and three of a draft.

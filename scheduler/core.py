@@ -11,9 +11,9 @@ from copy import deepcopy
 from dataclasses import fields
 from itertools import chain, islice
 
-from scheduler.batching.verify_steps import TargetPlanner
-from scheduler.config import SchedulerConfig
-from scheduler.messages import (
+from spool.scheduler.batching.verify_steps import TargetPlanner
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import (
     MAX_PRIORITY,
     MIN_PRIORITY,
     Command,
@@ -36,13 +36,20 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.state.worker_records import Work
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
-from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
-from scheduler.transitions.admission_limits import find_limit, is_known
-from scheduler.transitions.blame import blame, in_flight
-from scheduler.transitions.lifecycle import Lifecycle
-from scheduler.transitions.results import Rounds
+from spool.scheduler.state.worker_records import Work
+from spool.scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
+from spool.scheduler.statistics import (
+    Counters,
+    DraftingSnapshot,
+    KeySnapshot,
+    SequenceSnapshot,
+    Snapshot,
+    WorkerSnapshot,
+)
+from spool.scheduler.transitions.admission_limits import find_limit, is_known
+from spool.scheduler.transitions.blame import blame, in_flight
+from spool.scheduler.transitions.lifecycle import Lifecycle
+from spool.scheduler.transitions.results import Rounds
 
 
 class SchedulerCore:

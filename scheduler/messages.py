@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from scheduler.sampling import SamplingParameters
+from spool.scheduler.sampling import SamplingParameters
 
 MIN_PRIORITY = -(2**31)
 MAX_PRIORITY = 2**31 - 1

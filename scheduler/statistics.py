@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.messages import Role, SequenceState
+from spool.scheduler.messages import Role, SequenceState
 
 
 @dataclass(slots=True)

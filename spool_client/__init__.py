@@ -7,11 +7,11 @@ with Client("127.0.0.1:8001") as client:
         print(part.choice.text, end="")
 """
 
-from spool_client.async_client import AsyncClient
-from spool_client.client import Client
-from spool_client.received import IncompleteOutputError, OutputChangedError
-from spool_client.retry import RetryPolicy
-from spool_client.v1.generation_pb2 import (
+from spool.client.async_client import AsyncClient
+from spool.client.client import Client
+from spool.client.received import IncompleteOutputError, OutputChangedError
+from spool.client.retry import RetryPolicy
+from spool.client.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FINISH_REASON_UNSPECIFIED,

@@ -10,10 +10,10 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from spool_client.calls import CHANNEL_OPTIONS, check_key, metadata_for, repeatable
-from spool_client.received import ReceivedOutput
-from spool_client.retry import Attempts, RetryPolicy
-from spool_client.v1.generation_pb2 import (
+from spool.client.calls import CHANNEL_OPTIONS, check_key, metadata_for, repeatable
+from spool.client.received import ReceivedOutput
+from spool.client.retry import Attempts, RetryPolicy
+from spool.client.v1.generation_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
     GenerateRequest,
@@ -26,7 +26,7 @@ from spool_client.v1.generation_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
 
 
 class AsyncClient:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from spool_client.v1.generation_pb2 import GenerateRequest
+from spool.client.v1.generation_pb2 import GenerateRequest
 
 _KEY = re.compile(r"[!-~]+")
 _SCHEME = re.compile(r"(dns|ipv4|ipv6):")

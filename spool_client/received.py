@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spool_client.v1.generation_pb2 import GeneratedChoice, GenerateStreamResponse
+from spool.client.v1.generation_pb2 import GeneratedChoice, GenerateStreamResponse
 
 # What any part of a choice may have. Everything else comes with its first part, and once.
 _GROWING = {"index", "text", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "receipt"}

@@ -17,9 +17,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
-from scheduler.messages import Role
-from services.launch.process_tuning import compute_environment
+from spool.engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import compute_environment
 from tests.support.ray_cluster import RayCluster, redis
 
 ACCEPTED_SKIPS = ("no GPU", "another processor", "no podman", "no network namespaces")

@@ -24,7 +24,7 @@ from bench.chaos.faults import Faults
 from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import ConstantLoad, cases, faults_of, plain_answers, streaming
 from bench.record import write_result
-from deploy.errors import RunError
+from spool.deploy.errors import RunError
 
 _IDLE_SECONDS = 30.0
 

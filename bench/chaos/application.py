@@ -17,9 +17,9 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from deploy.cli.status import find_served
-from deploy.cluster.served_state import StateFolder
-from deploy.errors import RunError
+from spool.deploy.cli.status import find_served
+from spool.deploy.cluster.served_state import StateFolder
+from spool.deploy.errors import RunError
 
 SCHEDULER, TARGET, DRAFT = "Scheduler", "TargetWorker", "DraftWorker"
 """Ray's names of deployments."""

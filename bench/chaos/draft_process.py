@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.processes.task import Surroundings, Up, run_process
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.model_drafting import DraftAsk, ModelDrafting
-from engine.settings import EngineSettings
-from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
-from services.worker.base_server import step_thread
-from services.worker.process import WorkerArguments, load_draft, load_worker
-from services.worker.registration import WorkerRegistration
+from spool.deploy.processes.task import Surroundings, Up, run_process
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.model_drafting import DraftAsk, ModelDrafting
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.worker.base_server import step_thread
+from spool.services.worker.process import WorkerArguments, load_draft, load_worker
+from spool.services.worker.registration import WorkerRegistration
 
 BEHIND_RELAY, STRANGER = "behind-relay", "stranger"
 SHARE_VARIABLE = "SPOOL_STRANGER_SHARE"

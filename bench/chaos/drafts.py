@@ -38,20 +38,20 @@ from bench.chaos.pauses import Window, pauses
 from bench.chaos.relay import Way
 from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, plain_answers, streaming
 from bench.record import origin
-from deploy.cluster.addresses import grpc_address, http_url
-from deploy.config.loading import configuration_from
-from deploy.config.spool_config import SpoolConfig
-from deploy.models import prepare_models
-from deploy.processes.supervisor import running_cell
-from deploy.processes.task import TASK_VARIABLE, Task
-from deploy.progress import Reporter, say
-from deploy.workers import cell_workers
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.messages import Role
-from services.launch.child_process import ChildGroup, ChildProcess, Command
-from services.launch.launcher import WorkerLaunch
-from services.launch.process_tuning import compute_environment
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity, random_token
+from spool.deploy.cluster.addresses import grpc_address, http_url
+from spool.deploy.config.loading import configuration_from
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.models import prepare_models
+from spool.deploy.processes.supervisor import running_cell
+from spool.deploy.processes.task import TASK_VARIABLE, Task
+from spool.deploy.progress import Reporter, say
+from spool.deploy.workers import cell_workers
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.scheduler.messages import Role
+from spool.services.launch.child_process import ChildGroup, ChildProcess, Command
+from spool.services.launch.launcher import WorkerLaunch
+from spool.services.launch.process_tuning import compute_environment
+from spool.services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity, random_token
 
 _PATIENCE = 120.0
 _UNDISTURBED_SECONDS = 15.0
@@ -152,7 +152,7 @@ class Cell:
                 SECURITY_VARIABLE: self.security.to_json(),
                 SHARE_VARIABLE: str(share),
             }
-            module = ("deploy.processes", "worker") if not kind else ("bench.chaos.draft_process", kind)
+            module = ("spool.deploy.processes", "worker") if not kind else ("bench.chaos.draft_process", kind)
             command = Command(module[0], [module[1], launch.name], variables)
             log = self.folder / f"{launch.name}.log"
             self.drafts.append(ChildProcess(launch.name, partial(_always, command), log, self.ups))

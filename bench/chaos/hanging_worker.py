@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.control_plane.worker import PacedTarget, load
-from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
-from services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker
+from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
+from spool.services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker
 
 _goes_on = threading.Event()
 _goes_on.set()

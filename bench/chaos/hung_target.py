@@ -27,11 +27,11 @@ from typing import Any
 from bench.control_plane.scheduler import running
 from bench.control_plane.worker import MAX_LENGTH
 from bench.core_speed import Pace
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
-from services.backend.interface import GenerationRequest
-from services.launch.launcher import WorkerLaunch
-from services.scheduler_client.remote_stream import RemoteStream
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.services.backend.interface import GenerationRequest
+from spool.services.launch.launcher import WorkerLaunch
+from spool.services.scheduler_client.remote_stream import RemoteStream
 
 _TARGETS, _DRAFTS = 3, 2
 _BATCH = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from protos import draft_pb2
+from spool.protos import draft_pb2
 
 HOST = "127.0.0.2"
 _POLL_SECONDS = 0.02

@@ -15,7 +15,7 @@ import grpc.aio
 import openai
 
 from bench.chaos.application import Application
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
 
 _CALL_SECONDS = 900.0
 _BEGINNINGS = ("Once upon a time", "The moon is", "To bake bread,", "Rivers run", "A good chess player")

@@ -28,11 +28,11 @@ from bench.control_plane.scheduler import running
 from bench.control_plane.worker import MAX_LENGTH
 from bench.core_speed import Load, Pace, measure
 from bench.record import describe_machine
-from scheduler.messages import Role
-from services.backend.interface import GenerationRequest
-from services.launch.launcher import WorkerLaunch
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
-from services.scheduler_client.remote_stream import RemoteStream
+from spool.scheduler.messages import Role
+from spool.services.backend.interface import GenerationRequest
+from spool.services.launch.launcher import WorkerLaunch
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.services.scheduler_client.remote_stream import RemoteStream
 
 NOWHERE, WORKERS, AHEAD, TARGETS = "nowhere", "workers", "ahead", "targets"
 PLACES = (NOWHERE, WORKERS, AHEAD, TARGETS)

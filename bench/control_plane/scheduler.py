@@ -12,16 +12,16 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from scheduler.config import SchedulerConfig
-from scheduler.messages import SendStep, StepCompleted
-from services.launch.launcher import WorkerLaunch, WorkerLauncher
-from services.launch.process_tuning import keep_loaded_objects
-from services.observability.observer import ServiceObserver, StepTimings
-from services.rpc.channel_security import ChannelSecurity, random_token
-from services.scheduler.server import SchedulerServer
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.scheduler_client.remote import SchedulerClient
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import SendStep, StepCompleted
+from spool.services.launch.launcher import WorkerLaunch, WorkerLauncher
+from spool.services.launch.process_tuning import keep_loaded_objects
+from spool.services.observability.observer import ServiceObserver, StepTimings
+from spool.services.rpc.channel_security import ChannelSecurity, random_token
+from spool.services.scheduler.server import SchedulerServer
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint
+from spool.services.scheduler_client.remote import SchedulerClient
 
 
 class Rounds(ServiceObserver):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from bench.core_speed import Pace
-from engine.description import EngineDescription
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.model_drafting import ModelDrafting
-from engine.drafting.proposer import Proposers
-from engine.kv.pages import PagePool
-from engine.steps import (
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.model_drafting import ModelDrafting
+from spool.engine.drafting.proposer import Proposers
+from spool.engine.kv.pages import PagePool
+from spool.engine.steps import (
     Computing,
     EngineTimings,
     Interrupted,
@@ -23,10 +23,10 @@ from engine.steps import (
     VerifyRow,
     no_callback,
 )
-from scheduler.messages import Role
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.executor import StepExecutor
-from services.worker.process import (
+from spool.scheduler.messages import Role
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.process import (
     Progress,
     Serve,
     WorkerArguments,

@@ -35,7 +35,7 @@ from bench.gpu.processes import killed_and_moved
 from bench.gpu.products import measure_products
 from bench.gpu.speed import inside, long_contexts, plain, sampled, speculation
 from bench.record import describe_machine, installed_version, origin
-from engine.models.source import CACHE_VARIABLE
+from spool.engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
 # What a server needs beside torch and transformers; others come with these.
@@ -125,8 +125,8 @@ class Run:
         return (1, 4) if self.small else (1, 8, 32)
 
     def products(self) -> None:
-        from engine.cuda.library_products import sum_in_one_part
-        from engine.cuda.triton_product import loads_words, product
+        from spool.engine.cuda.library_products import sum_in_one_part
+        from spool.engine.cuda.triton_product import loads_words, product
 
         bench = self.bench
         bench.drop()

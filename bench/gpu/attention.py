@@ -10,10 +10,10 @@ import torch
 
 from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
-from engine.attention.backends import AttentionRule, Span
-from engine.cuda.triton_attention import TritonBackend, takes_wide_tiles
-from engine.kv.kv_store import kv_row_bytes
-from engine.kv.paged_kv import PagedKv
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.cuda.triton_attention import TritonBackend, takes_wide_tiles
+from spool.engine.kv.kv_store import kv_row_bytes
+from spool.engine.kv.paged_kv import PagedKv
 
 _PAGE_SIZE = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.model_draft import DraftEngine
-from engine.drafting.proposer import LocalProposer
-from engine.drafting.sequence import SequenceDrafting
-from engine.kv.pages import PageTable
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, VerifyRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.drafting.proposer import LocalProposer
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.kv.pages import PageTable
+from spool.engine.steps import EngineTimings, ProposeRow, RowOutcome, VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
 
 GREEDY = SamplingParameters()
 

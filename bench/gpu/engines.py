@@ -11,10 +11,10 @@ import torch
 from bench.gpu.device import memory_gib, read_bandwidth
 from bench.gpu.findings import Findings
 from bench.gpu.pair import SHAPES, Pair
-from engine.drafting.model_draft import DraftEngine
-from engine.models.loading import draft_engine_of, target_engine_of
-from engine.settings import EngineSettings
-from engine.target import TargetEngine
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.models.loading import draft_engine_of, target_engine_of
+from spool.engine.settings import EngineSettings
+from spool.engine.target import TargetEngine
 
 _PAGE_SIZE = 16
 # Tokens of KV: a batch of 8 with contexts of 8,192 tokens and what they are continued by.

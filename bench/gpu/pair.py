@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.attention.paged_step import ATTENTION_NAME
 
 # The largest logit of a row; the others spread around 0 with a deviation of this over the square root of the width.
 _LARGEST_LOGIT = 16.0

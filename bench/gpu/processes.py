@@ -21,10 +21,10 @@ from bench.gpu.decoding import GREEDY, Stream, prompts
 from bench.gpu.engines import Bench
 from bench.gpu.findings import Findings
 from bench.gpu.pair import SHAPES, Pair
-from engine.kv.pages import PageTable
-from engine.models.loading import target_engine_of
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import target_engine_of
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
 
 _PROMPT_TOKENS = 100
 _TOKENS = 64

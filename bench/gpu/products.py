@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
-from engine.quantization.rounding import rounded
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.quantization.rounding import rounded
+from spool.engine.quantization.weights import QuantizedWeight
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 64, 160, 192, 200, 256, 512)
 # Outputs and inputs of Qwen3-8B's layers, joined, and of its head.

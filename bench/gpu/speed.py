@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from bench.gpu.decoding import GREEDY, Rounds, Stream, decode, free, prefill, prompts
 from bench.gpu.device import wait_for
 from bench.gpu.engines import Bench, Engines
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.model_drafting import ModelDrafting
-from scheduler.sampling import SamplingParameters
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.model_drafting import ModelDrafting
+from spool.scheduler.sampling import SamplingParameters
 
 _PROMPT_TOKENS = 64
 _WARM_UP = 4

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 _ROOT = Path(__file__).parents[2]
 _LEFT_OUT = ("ray", "torch", "transformers", "accelerate", "huggingface-hub", "numpy", "safetensors", "tokenizers")
+_OWN = ("spool-serve", "spool-client")
 _ALSO = ("psutil",)
 """What the benchmark itself needs."""
 # Those of a glibc of 2.39, of which pip takes each by its name alone.
@@ -29,7 +30,7 @@ def needed(python: str) -> list[str]:
     """Packages with versions, as `NAME==VERSION`."""
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     found: set[str] = set()
-    left = [(name, frozenset[str]()) for name in ("spool-serve", *_ALSO)]
+    left = [(name, frozenset[str]()) for name in (*_OWN, *_ALSO)]
     while left:
         name, extras = left.pop()
         found.add(name)
@@ -38,7 +39,7 @@ def needed(python: str) -> list[str]:
             wanted = marker is None or any(marker.evaluate(environment | {"extra": extra}) for extra in ("", *extras))
             if wanted and one not in found and one not in _LEFT_OUT:
                 left.append((one, frozenset(requirement.extras)))
-    return sorted(f"{name}=={version(name)}" for name in found - {"spool-serve"})
+    return sorted(f"{name}=={version(name)}" for name in found - {*_OWN})
 
 
 def main(arguments: list[str]) -> int:
@@ -51,8 +52,8 @@ def main(arguments: list[str]) -> int:
     command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
     subprocess.run([*command, *needed(asked.python)], check=True)
     # A server asks for its own version.
-    own = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(asked.folder), str(_ROOT)]
-    subprocess.run(own, check=True)
+    own = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(asked.folder)]
+    subprocess.run([*own, str(_ROOT), str(_ROOT / "spool_client")], check=True)
     size = sum(path.stat().st_size for path in asked.folder.glob("*.whl"))
     print(f"{asked.folder}: {size / 2**20:.1f} MiB")
     return 0

@@ -1,4 +1,4 @@
-"""What `spool bench offline` measures: systems, batch sizes and drafts."""
+"""What `python -m bench.offline` measures: systems, batch sizes and drafts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from pydantic import Field
 
-from deploy.config.models import Dtype
-from deploy.config.section import Section, described
+from spool.deploy.config.models import Dtype
+from spool.deploy.config.section import Section, described
 
 
 class System(StrEnum):

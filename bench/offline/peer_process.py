@@ -1,4 +1,4 @@
-"""The process of another system in `spool bench offline`: it answers each line of standard input with one line.
+"""The process of another system in `python -m bench.offline`: it answers each line of standard input with one line.
 
     python bench/offline/peer_process.py transformers|vllm
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.offline.grid import GridPoint, System
-from deploy.errors import RunError
-from engine.cpu.isa import library_limits
+from spool.deploy.errors import RunError
+from spool.engine.cpu.isa import library_limits
 
 _SCRIPT = Path(__file__).with_name("peer_process.py")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -1,4 +1,4 @@
-"""Measurements of `spool bench offline`, and their summary."""
+"""Measurements of `python -m bench.offline`, and their summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spool bench offline`: the speed of decoding a list of prompts, by Spool and by other systems, cell by cell."""
+"""`python -m bench.offline`: the speed of decoding a list of prompts, by Spool and by other systems, cell by cell."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bench.offline.grid import BenchSettings, GridPoint, grid_points
 from bench.offline.peers import PeerModels, Peers
 from bench.offline.results import Measurement, cell_line, summarise
 from bench.record import origin
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.event_loop import run_until_interrupted
-from deploy.models import ReadyModels, fetch, prepare_models
-from deploy.offline.cell import Cell, running_cell
-from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
-from deploy.offline.prompts import Prompt, load_prompts
-from deploy.offline.settings import SamplingSettings
-from deploy.progress import Reporter, say
-from deploy.workers import worker_devices
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
-from services.launch.process_tuning import keep_loaded_objects
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.event_loop import run_until_interrupted
+from spool.deploy.models import ReadyModels, fetch, prepare_models
+from spool.deploy.offline.cell import Cell, running_cell
+from spool.deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
+from spool.deploy.offline.prompts import Prompt, load_prompts
+from spool.deploy.offline.settings import SamplingSettings
+from spool.deploy.progress import Reporter, say
+from spool.deploy.workers import worker_devices
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 _WARM_UP_TOKENS = 64
 

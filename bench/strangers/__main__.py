@@ -33,8 +33,8 @@ from bench.record import write_result
 from bench.served import serving
 from bench.strangers.attackers import Victim, attack
 from bench.strangers.honest import Streams
-from deploy.progress import say
-from services.gateway.settings import ConnectionLimits
+from spool.deploy.progress import say
+from spool.services.gateway.settings import ConnectionLimits
 
 _HONEST_STREAMS = 2
 _RECEIPTS = 32

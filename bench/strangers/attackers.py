@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 import httpx
 
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
 
 _BODY_BYTES = 4_000_000
 _IDLE_CONNECTIONS = 1_500

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from deploy.assembly.secrets import client_secrets
-from deploy.assembly.tracing import request_tracing
-from deploy.config.spool_config import SpoolConfig
-from engine.models.fetching import fetch_tokenizer
-from engine.models.source import SourceKind, demo_chat_template, resolve_model
-from scheduler.messages import Role
-from services.gateway.completion import CompletionEngine
-from services.gateway.grpc.server import GrpcServer
-from services.gateway.http.app import create_app
-from services.gateway.http.server import HttpServer
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import (
+from spool.deploy.assembly.secrets import client_secrets
+from spool.deploy.assembly.tracing import request_tracing
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.engine.models.fetching import fetch_tokenizer
+from spool.engine.models.source import SourceKind, demo_chat_template, resolve_model
+from spool.scheduler.messages import Role
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.grpc.server import GrpcServer
+from spool.services.gateway.http.app import create_app
+from spool.services.gateway.http.server import HttpServer
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.settings import (
     GatewaySettings,
     ListenSettings,
     NamedKey,
@@ -28,10 +28,10 @@ from services.gateway.settings import (
     model_sampling_defaults,
     not_followed,
 )
-from services.rpc.channel_security import ChannelSecurity
-from services.scheduler_client.cell_link import Resolve
-from services.scheduler_client.remote import SchedulerClient
-from services.text.tokenizer import ModelTokenizer
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.scheduler_client.cell_link import Resolve
+from spool.services.scheduler_client.remote import SchedulerClient
+from spool.services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 

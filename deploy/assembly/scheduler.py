@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from deploy.assembly.tracing import sequence_tracing
-from deploy.config.spool_config import SpoolConfig
-from services.rpc.channel_security import ChannelSecurity
-from services.scheduler.epochs import EpochAuthority, EpochRegister
-from services.scheduler.metrics_endpoint import MetricsEndpoint
-from services.scheduler.server import SchedulerServer, SchedulerServerOptions
-from services.scheduler.service import SchedulerService
-from services.scheduler.status import ReplicaFigures
-from services.scheduler.workers.worker_link import LinkOptions
+from spool.deploy.assembly.tracing import sequence_tracing
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.scheduler.epochs import EpochAuthority, EpochRegister
+from spool.services.scheduler.metrics_endpoint import MetricsEndpoint
+from spool.services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.status import ReplicaFigures
+from spool.services.scheduler.workers.worker_link import LinkOptions
 
 
 async def start_scheduler(

@@ -10,12 +10,12 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificates
 
-from deploy.config.ingress import InternalSettings
-from deploy.config.spool_config import SpoolConfig
-from services.gateway.settings import TlsFiles
-from services.receipts.signing import ReceiptKey
-from services.rpc.bearer import KEY_FORM, is_key
-from services.rpc.channel_security import ChannelSecurity
+from spool.deploy.config.ingress import InternalSettings
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.services.gateway.settings import TlsFiles
+from spool.services.receipts.signing import ReceiptKey
+from spool.services.rpc.bearer import KEY_FORM, is_key
+from spool.services.rpc.channel_security import ChannelSecurity
 
 
 class SecretError(ValueError):

@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack
 
 from opentelemetry.trace import Tracer
 
-from deploy.config.observation import TracingSettings
-from services.observability.observer import ServiceObserver
+from spool.deploy.config.observation import TracingSettings
+from spool.services.observability.observer import ServiceObserver
 
 
 def request_tracing(settings: TracingSettings, running: AsyncExitStack) -> Tracer | None:
     """For a gateway; None where tracing is off. Spans that wait are sent when `running` closes."""
     if settings.endpoint is None:
         return None
-    from services.observability.otel import tracer_provider
+    from spool.services.observability.otel import tracer_provider
 
     provider = tracer_provider(settings.endpoint, settings.service_name, settings.sample_ratio)
     running.push_async_callback(asyncio.to_thread, provider.shutdown)
@@ -26,7 +26,7 @@ def sequence_tracing(settings: TracingSettings, running: AsyncExitStack) -> list
     """The same for a scheduler; empty where tracing is off."""
     if settings.endpoint is None:
         return []
-    from services.observability.otel import OtelSequences, tracer_provider
+    from spool.services.observability.otel import OtelSequences, tracer_provider
 
     provider = tracer_provider(settings.endpoint, settings.service_name, settings.sample_ratio)
     running.push_async_callback(asyncio.to_thread, provider.shutdown)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from deploy.config.placement import WorkerAutoscaling
+from spool.deploy.config.placement import WorkerAutoscaling
 
 # A rounding error must not add a replica.
 _ROUNDING = 1e-6

@@ -12,9 +12,9 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from deploy.autoscaling.reporter import at_least_name, at_most_name
-from deploy.ray_app import GATEWAY, scheduler_name, workers_name
-from scheduler.messages import Role
+from spool.deploy.autoscaling.reporter import at_least_name, at_most_name
+from spool.deploy.ray_app import GATEWAY, scheduler_name, workers_name
+from spool.scheduler.messages import Role
 
 OPEN_REQUESTS = "open_requests"
 """Name of what each gateway reports."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.autoscaling.control import GroupControl, GroupDecision
-from deploy.config.placement import TargetAutoscaling, WorkerAutoscaling
-from deploy.config.spool_config import SpoolConfig
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Role
-from scheduler.statistics import Snapshot, WorkerSnapshot
-from services.scheduler.status import ReplicaFigures
+from spool.deploy.autoscaling.control import GroupControl, GroupDecision
+from spool.deploy.config.placement import TargetAutoscaling, WorkerAutoscaling
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.scheduler.statistics import Snapshot, WorkerSnapshot
+from spool.services.scheduler.status import ReplicaFigures
 
 
 def autoscaling_rules(config: SpoolConfig) -> dict[str, Any]:

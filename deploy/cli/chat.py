@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import httpx
 
-from deploy.errors import RunError, UsageError
+from spool.deploy.errors import RunError, UsageError
 
 KEY_VARIABLE = "SPOOL_API_KEY"
 

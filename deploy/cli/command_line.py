@@ -11,19 +11,17 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from bench.command import bench_app
-from deploy.cli.commands import add_commands
-from deploy.config.problems import ConfigurationError
-from deploy.errors import RunError, UsageError
-from deploy.kubernetes.command import k8s_app
-from engine.models.source import is_full
+from spool.deploy.cli.commands import add_commands
+from spool.deploy.config.problems import ConfigurationError
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.kubernetes.command import k8s_app
+from spool.engine.models.source import is_full
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 # Tables of rich's cut the names of options in narrow terminals.
 app = typer.Typer(rich_markup_mode=None)
 add_commands(app)
-app.add_typer(bench_app, name="bench")
 app.add_typer(k8s_app, name="k8s")
 
 
@@ -42,11 +40,11 @@ def spool(
     """Serves large language models with batch speculative decoding, output exactly the target model's own."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], commands: typer.Typer = app, program: str = "spool") -> int:
     """Runs one command line and returns its exit code. Each error goes to standard error as one line."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(commands)
     try:
-        outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
+        outcome = command.main(list(arguments) or ["--help"], prog_name=program, standalone_mode=False)
     except TyperException as error:
         return _complain(error.format_message(), _USAGE)
     except ConfigurationError as error:

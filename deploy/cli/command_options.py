@@ -13,11 +13,11 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.models import ParameterInfo
 
-from deploy.config.loading import GivenValue
-from deploy.config.models import EngineSection, ModelsSection
-from deploy.config.problems import problems_of
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import UsageError
+from spool.deploy.config.loading import GivenValue
+from spool.deploy.config.models import EngineSection, ModelsSection
+from spool.deploy.config.problems import problems_of
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import UsageError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Paths = dict[str, tuple[str, ...]]

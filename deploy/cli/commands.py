@@ -1,8 +1,7 @@
 """The commands of `spool` with their options; each calls a function in a module of its own.
 
-Options that are fields of the configuration are declared there; the groups `spool config`, `spool bench` and
-`spool k8s` are in config.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need,
-so that `--help` is quick.
+Options that are fields of the configuration are declared there; the groups `spool config` and `spool k8s` are
+in config.py and deploy/kubernetes/command.py. Function bodies import what they need, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.command_options import DECODING, SERVING, takes_options
-from deploy.cli.config import Overrides, config_app, loaded
-from deploy.config.loading import GivenValue
-from deploy.config.models import Dtype, KvCacheDtype, Quantization
-from deploy.errors import UsageError
-from deploy.offline.settings import InputSettings, ReplaySettings, SamplingSettings, configured
-from scheduler.config import Policy
-from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
+from spool.deploy.cli.command_options import DECODING, SERVING, takes_options
+from spool.deploy.cli.config import Overrides, config_app, loaded
+from spool.deploy.config.loading import GivenValue
+from spool.deploy.config.models import Dtype, KvCacheDtype, Quantization
+from spool.deploy.errors import UsageError
+from spool.deploy.offline.settings import InputSettings, ReplaySettings, SamplingSettings, configured
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
 App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
 
@@ -57,7 +56,7 @@ def generate_command(
     Sampling follows the options alone, not what the model's generation_config.json proposes.
     """
     config = configured(given)
-    from deploy.offline.generate import generate
+    from spool.deploy.offline.generate import generate
 
     return generate(config, sampling, inputs, output)
 
@@ -78,7 +77,7 @@ def verify_command(
     computes everything: it finds no prefixes of the runs before it.
     """
     config = configured(given, compares=True)
-    from deploy.offline.verify import verify
+    from spool.deploy.offline.verify import verify
 
     return verify(config, sampling, inputs, policy or [Policy.RAGGED])
 
@@ -90,7 +89,7 @@ def replay_command(settings: ReplaySettings) -> int:
     Exit code 1 if a receipt is damaged, or anything differs: the first place is named. The text of answers is compared
     with the tokens of their receipts.
     """
-    from deploy.offline.replay import replay_receipts
+    from spool.deploy.offline.replay import replay_receipts
 
     return replay_receipts(settings)
 
@@ -107,7 +106,7 @@ def fetch_command(
     ] = None,
 ) -> int:
     """Downloads and prepares models, so that later commands start at once, and says what memory they take."""
-    from deploy.models import fetch_models
+    from spool.deploy.models import fetch_models
 
     fetch_models(names, dtype, quantization, kv_cache_dtype, gpu_memory)
     return 0
@@ -131,7 +130,7 @@ def serve_command(
     Options override the configuration file, which sets everything else. Without a model, the demo is served.
     """
     configuration = loaded(config, overrides, given)
-    from deploy.cli.serve import serve, serve_without_ray
+    from spool.deploy.cli.serve import serve, serve_without_ray
 
     if not no_ray:
         return serve(configuration, detach)
@@ -145,7 +144,7 @@ def status_command(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Shows replicas, workers, sequences and groups of the served application."""
-    from deploy.cli.status import status
+    from spool.deploy.cli.status import status
 
     return status(app, json_output)
 
@@ -169,9 +168,9 @@ def chat_command(
     ] = None,
 ) -> int:
     """Talks to a running server in the terminal."""
-    from deploy.cli.chat import FALLBACK_URL, chat
-    from deploy.cli.status import find_served
-    from deploy.cluster.served_state import StateFolder
+    from spool.deploy.cli.chat import FALLBACK_URL, chat
+    from spool.deploy.cli.status import find_served
+    from spool.deploy.cluster.served_state import StateFolder
 
     if url is None:
         state = StateFolder()
@@ -195,13 +194,13 @@ def logs_command(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as long as the application is served.")] = False,
 ) -> int:
     """Prints the logs of gateways, scheduler and workers on this machine."""
-    from deploy.cli.logs import logs
+    from spool.deploy.cli.logs import logs
 
     return logs(app, process, tail, follow)
 
 
 def down_command(app: App = "spool") -> int:
     """Stops what `spool serve` started, and nothing else."""
-    from deploy.cli.status import down
+    from spool.deploy.cli.status import down
 
     return down(app)

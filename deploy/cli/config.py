@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.config.loading import GivenValue, load_configuration
-from deploy.config.spool_config import SpoolConfig
+from spool.deploy.config.loading import GivenValue, load_configuration
+from spool.deploy.config.spool_config import SpoolConfig
 
 config_app = typer.Typer(help="The configuration file: show, explain it, render it for Ray.")
 
@@ -48,7 +48,7 @@ def show(file: _File = None, overrides: Overrides = None) -> None:
     """Prints every field with the value that holds, secrets hidden; and to standard error, which files are not here."""
     import yaml
 
-    from deploy.config.files import absent_files
+    from spool.deploy.config.files import absent_files
 
     config = loaded(file, overrides)
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
@@ -59,7 +59,7 @@ def show(file: _File = None, overrides: Overrides = None) -> None:
 @config_app.command("explain")
 def explain() -> None:
     """Prints docs/configuration.md: type, default and description of every field."""
-    from deploy.config.reference import reference
+    from spool.deploy.config.reference import reference
 
     print(reference(), end="")
 
@@ -67,7 +67,7 @@ def explain() -> None:
 @config_app.command("render")
 def render(file: _File = None, overrides: Overrides = None) -> None:
     """Prints the file for Ray's `serve deploy`, with the secrets in it."""
-    from deploy.ray_app.serve_options import serve_file
+    from spool.deploy.ray_app.serve_options import serve_file
 
     config = loaded(file, overrides)
     for field in config.secret_fields:

@@ -6,10 +6,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.cli.status import find_served
-from deploy.cluster.served_state import StateFolder
-from deploy.errors import RunError
-from deploy.progress import say
+from spool.deploy.cli.status import find_served
+from spool.deploy.cluster.served_state import StateFolder
+from spool.deploy.errors import RunError
+from spool.deploy.progress import say
 
 _ACTOR = b":actor_name:ServeReplica:"
 _HEAD_BYTES = 4096

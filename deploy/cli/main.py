@@ -16,7 +16,7 @@ def main() -> None:
     # Modules that are being imported may swallow KeyboardInterrupt, or print it; until a command runs, nothing is open.
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
-    from deploy.cli.command_line import run
+    from spool.deploy.cli.command_line import run
 
     signal.signal(signal.SIGINT, handler)
     if isinstance(sys.stdout, TextIOWrapper):

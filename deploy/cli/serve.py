@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from deploy.assembly.secrets import SecretError, channel_security, client_secrets
-from deploy.cluster.addresses import (
+from spool.deploy.assembly.secrets import SecretError, channel_security, client_secrets
+from spool.deploy.cluster.addresses import (
     authority_file,
     check_ports,
     curl_line,
@@ -25,7 +25,7 @@ from deploy.cluster.addresses import (
     metrics_urls,
     with_metrics_port,
 )
-from deploy.cluster.client import (
+from spool.deploy.cluster.client import (
     application_state,
     connected,
     gateway_nodes,
@@ -33,18 +33,18 @@ from deploy.cluster.client import (
     serve_client,
     stop_application,
 )
-from deploy.cluster.deployment import deploy, watch
-from deploy.cluster.local_ray import LocalRay
-from deploy.cluster.served_state import Served, StateFolder
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.event_loop import run_until_interrupted
-from deploy.models import prepare_models
-from deploy.processes.supervisor import running_cell
-from deploy.progress import Reporter, say
-from deploy.workers import cell_workers
-from services.launch.launcher import ProcessStartError, WorkerLaunch
-from services.rpc.channel_security import ChannelSecurity, random_token
+from spool.deploy.cluster.deployment import deploy, watch
+from spool.deploy.cluster.local_ray import LocalRay
+from spool.deploy.cluster.served_state import Served, StateFolder
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.event_loop import run_until_interrupted
+from spool.deploy.models import prepare_models
+from spool.deploy.processes.supervisor import running_cell
+from spool.deploy.progress import Reporter, say
+from spool.deploy.workers import cell_workers
+from spool.services.launch.launcher import ProcessStartError, WorkerLaunch
+from spool.services.rpc.channel_security import ChannelSecurity, random_token
 
 # A closed terminal, and what service managers send.
 _LIKE_INTERRUPT = (signal.SIGTERM, signal.SIGHUP)

@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 
-from deploy.assembly.plain_message import plain_message
-from deploy.cluster.client import application_state, connected, scheduler_statuses, stop_application
-from deploy.cluster.local_ray import stop_ray
-from deploy.cluster.served_state import Served, StateFolder
-from deploy.errors import RunError
-from deploy.progress import say
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from services.rpc.channel_security import ChannelSecurity
+from spool.deploy.assembly.plain_message import plain_message
+from spool.deploy.cluster.client import application_state, connected, scheduler_statuses, stop_application
+from spool.deploy.cluster.local_ray import stop_ray
+from spool.deploy.cluster.served_state import Served, StateFolder
+from spool.deploy.errors import RunError
+from spool.deploy.progress import say
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.services.rpc.channel_security import ChannelSecurity
 
 _CALL_SECONDS = 10.0
 

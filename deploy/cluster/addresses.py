@@ -10,8 +10,8 @@ import ssl
 
 from cryptography.x509 import load_pem_x509_certificates
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import UsageError
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import UsageError
 
 _ASK = "Name the capital of France."
 _AUTHORITY = "YOUR-AUTHORITY.pem"

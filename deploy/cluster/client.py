@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from deploy.cluster.local_ray import own_ray_environment
-from deploy.cluster.served_state import StateFolder
-from deploy.errors import RunError
-from engine.errors import one_line, with_remedy
+from spool.deploy.cluster.local_ray import own_ray_environment
+from spool.deploy.cluster.served_state import StateFolder
+from spool.deploy.errors import RunError
+from spool.engine.errors import one_line, with_remedy
 
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
@@ -109,7 +109,7 @@ def gateway_nodes(app_name: str) -> tuple[str, list[str]]:
     """Addresses of this process's node, and of those with a gateway that is up."""
     from ray.util import get_node_ip_address
 
-    from deploy.ray_app import GATEWAY
+    from spool.deploy.ray_app import GATEWAY
 
     replicas = serve_client().get_serve_details()["applications"][app_name]["deployments"][GATEWAY]["replicas"]
     return get_node_ip_address(), [one["node_ip"] for one in replicas if one["state"] == "RUNNING"]
@@ -120,7 +120,7 @@ def scheduler_statuses(app_name: str, application: Mapping[str, Any]) -> list[di
 
     An application that Serve has not built yet counts as one cell.
     """
-    from deploy.ray_app import scheduler_name
+    from spool.deploy.ray_app import scheduler_name
 
     names = (scheduler_name(cell) for cell in itertools.count(1))
     found = list(itertools.takewhile(application["deployments"].__contains__, names))

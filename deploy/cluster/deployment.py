@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deploy.cluster.client import application_state, first_line, reason_of_failure, serve_client
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError
-from deploy.progress import Reporter
-from deploy.ray_app import PROXIES
-from deploy.ray_app.serve_options import serve_content
+from spool.deploy.cluster.client import application_state, first_line, reason_of_failure, serve_client
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError
+from spool.deploy.progress import Reporter
+from spool.deploy.ray_app import PROXIES
+from spool.deploy.ray_app.serve_options import serve_content
 
 _POLL_SECONDS = 0.3
 _WATCH_SECONDS = 5.0
@@ -21,7 +21,7 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     """Returns once every replica is up. Raises RunError with the reason of one that does not start."""
     from ray import serve
 
-    from deploy.ray_app.gpus import on_gpus_of_ray
+    from spool.deploy.ray_app.gpus import on_gpus_of_ray
 
     app_name = config.ray.app_name
     config = on_gpus_of_ray(config)
@@ -45,7 +45,7 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
 def _deploy_application(config: SpoolConfig) -> None:
     from ray import serve
 
-    from deploy.ray_app.application import application
+    from spool.deploy.ray_app.application import application
 
     target = serve.RunTarget(target=application(config), name=config.ray.app_name, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
@@ -55,7 +55,7 @@ def _deploy_file(config: SpoolConfig) -> None:
     """As `serve deploy` does: Serve takes a policy for a whole application in no other way."""
     from ray.serve.schema import ServeDeploySchema
 
-    from deploy.ray_app.application import settled
+    from spool.deploy.ray_app.application import settled
 
     client = serve_client()
     content = serve_content(settled(config))

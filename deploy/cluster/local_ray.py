@@ -15,10 +15,10 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from deploy.cluster.ray_process import DETACH
-from deploy.cluster.served_state import StateFolder
-from deploy.config.spool_config import RaySettings
-from deploy.errors import RunError, UsageError
+from spool.deploy.cluster.ray_process import DETACH
+from spool.deploy.cluster.served_state import StateFolder
+from spool.deploy.config.spool_config import RaySettings
+from spool.deploy.errors import RunError, UsageError
 
 _STOP_SECONDS = 120.0
 _LONGEST_FOLDER = 40
@@ -115,7 +115,7 @@ def _start_process(app_name: str, settings: RaySettings, state: StateFolder) -> 
     with state.ray_log(app_name).open("wb") as log:
         return subprocess.Popen(
             # -P: a folder named `deploy` where the user happens to be must not come before ours.
-            [sys.executable, "-P", "-m", "deploy.cluster.ray_process", arguments],
+            [sys.executable, "-P", "-m", "spool.deploy.cluster.ray_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,4 +1,4 @@
-"""The process that a Ray started by Spool lives in: `python -m deploy.cluster.ray_process '{...}'`.
+"""The process that a Ray started by Spool lives in: `python -m spool.deploy.cluster.ray_process '{...}'`.
 
 It reports on standard output in JSON lines, as worker processes do (`ready` with `address`, or `failed` with `error`),
 and stops Ray, with all that runs on it, at SIGTERM or SIGINT, or when standard input ends before the
@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from deploy.ray_app import PROXIES
-from engine.errors import one_line
-from services.worker.process import EventPipe
+from spool.deploy.ray_app import PROXIES
+from spool.engine.errors import one_line
+from spool.services.worker.process import EventPipe
 
 DETACH = "detach"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from platformdirs import user_state_path
 
-from deploy.errors import RunError, UsageError
+from spool.deploy.errors import RunError, UsageError
 
 STATE_VARIABLE = "SPOOL_STATE"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from deploy.config.spool_config import SpoolConfig
-from engine.models.drafting_head import MTP
-from engine.models.source import ModelNotFoundError, resolve_model
-from scheduler.messages import Role
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.engine.models.drafting_head import MTP
+from spool.engine.models.source import ModelNotFoundError, resolve_model
+from spool.scheduler.messages import Role
 
 
 def absent_files(config: SpoolConfig) -> Iterator[str]:

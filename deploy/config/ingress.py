@@ -7,11 +7,11 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from deploy.config.placement import GatewayAutoscaling, Scaled
-from deploy.config.section import Secret, Section, described
-from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
-from services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles, is_loopback
-from services.rpc.bearer import KEY_FORM, is_key
+from spool.deploy.config.placement import GatewayAutoscaling, Scaled
+from spool.deploy.config.section import Secret, Section, described
+from spool.scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
+from spool.services.gateway.settings import NodeFile, RequestSettings, SamplingDefaults, TlsFiles, is_loopback
+from spool.services.rpc.bearer import KEY_FORM, is_key
 
 _SHORTEST_TOKEN = 16
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")

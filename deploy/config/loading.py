@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deploy.config.problems import ConfigurationError, Problem, problems_of
-from deploy.config.reference import field_names
-from deploy.config.spool_config import SpoolConfig
+from spool.deploy.config.problems import ConfigurationError, Problem, problems_of
+from spool.deploy.config.reference import field_names
+from spool.deploy.config.spool_config import SpoolConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ByteSize, field_validator
 
-from deploy.config.section import Section, described
-from deploy.errors import UsageError
-from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
-from engine.models.drafting_head import is_drafting_head
-from engine.settings import (
+from spool.deploy.config.section import Section, described
+from spool.deploy.errors import UsageError
+from spool.engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from spool.engine.models.drafting_head import is_drafting_head
+from spool.engine.settings import (
     BATCHED_TOKENS_ON_CPU,
     BATCHED_TOKENS_ON_GPU,
     LONGEST_LOOKUP_MATCH,
     MOST_RANKS,
     EngineSettings,
 )
-from scheduler.messages import Role
-from services.gateway.settings import NodeFile
+from spool.scheduler.messages import Role
+from spool.services.gateway.settings import NodeFile
 
 DEMO = "demo"
 NGRAM = "ngram"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from enum import Enum
 from urllib.parse import urlsplit
 
-from deploy.config.section import Section, described
-from services.observability.logs import DEFAULT_FILE_BYTES, LogFormat, install_logs
+from spool.deploy.config.section import Section, described
+from spool.services.observability.logs import DEFAULT_FILE_BYTES, LogFormat, install_logs
 
 
 class LogLevel(Enum):

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field
 
-from deploy.config.section import Section, described
-from engine.settings import MOST_RANKS
+from spool.deploy.config.section import Section, described
+from spool.engine.settings import MOST_RANKS
 
 PositiveFloat = Annotated[float, Field(gt=0, le=1_000_000)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deploy.errors import UsageError
+from spool.deploy.errors import UsageError
 
 Path = tuple[str, ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from deploy.config.spool_config import SpoolConfig
+from spool.deploy.config.spool_config import SpoolConfig
 
 _HEAD = """\
 # Configuration

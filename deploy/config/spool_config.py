@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import typer
 from pydantic import ByteSize
 
-from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
-from deploy.config.models import NGRAM, EngineSection, ModelsSection
-from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
-from deploy.config.placement import Groups, Placement, WorkerGroup
-from deploy.config.section import Section, described
-from engine.settings import EngineSettings
-from scheduler.config import MAX_RUNNING, KvMovement, Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import Role
+from spool.deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
+from spool.deploy.config.models import NGRAM, EngineSection, ModelsSection
+from spool.deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
+from spool.deploy.config.placement import Groups, Placement, WorkerGroup
+from spool.deploy.config.section import Section, described
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import MAX_RUNNING, KvMovement, Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _LOOPBACK = "127.0.0.1"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.errors import UsageError
+from spool.deploy.errors import UsageError
 
 k8s_app = typer.Typer(help="Kubernetes: manifests from a configuration, and what their pods run.")
 
@@ -21,7 +21,7 @@ def render_command(
     ],
 ) -> None:
     """Writes what follows from each FOLDER/spool.yaml to FOLDER/rendered, for its kustomization.yaml to take in."""
-    from deploy.kubernetes.rendering import write
+    from spool.deploy.kubernetes.rendering import write
 
     for folder in folders:
         print(f"{write(folder)} is written. Next: kubectl apply -k {shlex.quote(str(folder))}")
@@ -38,7 +38,7 @@ def drain_command(
     """Tells Ray that a node is about to go, and waits until no replica is left on it."""
     from ray._private.services import canonicalize_bootstrap_address
 
-    from deploy.kubernetes.draining import drain_node
+    from spool.deploy.kubernetes.draining import drain_node
 
     found = canonicalize_bootstrap_address(address)
     if found is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from deploy.cluster.client import connected
-from deploy.errors import RunError, UsageError
+from spool.deploy.cluster.client import connected
+from spool.deploy.errors import RunError, UsageError
 
 _REPLICA = "SERVE_REPLICA::"
 _LOOK_SECONDS = 0.5

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.config.placement import Placement, WorkerGroup
-from deploy.config.problems import ConfigurationError, Problem
-from deploy.config.spool_config import SpoolConfig
-from scheduler.messages import Role
+from spool.deploy.config.placement import Placement, WorkerGroup
+from spool.deploy.config.problems import ConfigurationError, Problem
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.messages import Role
 
 GATEWAY_GROUP = "gateway"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from deploy.config.loading import load_configuration
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import UsageError
-from deploy.kubernetes.pods import END_SECONDS, GATEWAY_GROUP, Pods, pods_of
-from deploy.ray_app.serve_options import serve_file
+from spool.deploy.config.loading import load_configuration
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import UsageError
+from spool.deploy.kubernetes.pods import END_SECONDS, GATEWAY_GROUP, Pods, pods_of
+from spool.deploy.ray_app.serve_options import serve_file
 
 CONFIGURATION = "spool.yaml"
 FOLDER = "rendered"

@@ -8,15 +8,15 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from services.gateway.answers.deltas import ContentDelta, ReasoningDelta
-from services.gateway.answers.markers import SPACE
-from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter, ThoughtFinder
-from services.gateway.http.completion_builder import MIN_LOGPROB
-from services.gateway.stop_strings import StopStringCutter
-from services.gateway.token_strings import TokenNumbers, TokenStrings
-from services.receipts.receipt import FoundReceipt, Receipt
-from services.text.incremental_decoder import whole_text
-from services.text.tokenizer import ModelTokenizer
+from spool.services.gateway.answers.deltas import ContentDelta, ReasoningDelta
+from spool.services.gateway.answers.markers import SPACE
+from spool.services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter, ThoughtFinder
+from spool.services.gateway.http.completion_builder import MIN_LOGPROB
+from spool.services.gateway.stop_strings import StopStringCutter
+from spool.services.gateway.token_strings import TokenNumbers, TokenStrings
+from spool.services.receipts.receipt import FoundReceipt, Receipt
+from spool.services.text.incremental_decoder import whole_text
+from spool.services.text.tokenizer import ModelTokenizer
 
 _SHOWN = 24
 """Characters of either text from the first difference on."""

@@ -6,19 +6,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.progress import Reporter
-from deploy.workers import cell_workers
-from engine.settings import EngineSettings
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Role
-from services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
-from services.rpc.channel_security import ChannelSecurity, random_token
-from services.scheduler.epochs import EpochAuthority, MemoryRegister
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.pairing import PairingError
-from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.progress import Reporter
+from spool.deploy.workers import cell_workers
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
+from spool.services.rpc.channel_security import ChannelSecurity, random_token
+from spool.services.scheduler.epochs import EpochAuthority, MemoryRegister
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.pairing import PairingError
+from spool.services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
 _STEP_SECONDS = 600.0

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from deploy.offline.decoding import Completion, Job
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.offline.decoding import Completion, Job
+from spool.services.text.tokenizer import ModelTokenizer
 
 _CONTEXT_TOKENS = 16
 

@@ -9,19 +9,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from deploy.errors import RunError, UsageError
-from deploy.offline.cell import Cell
-from deploy.offline.prompts import Prompt
-from deploy.offline.settings import SamplingSettings
-from deploy.progress import Reporter
-from engine.settings import BATCHED_TOKENS_ON_CPU
-from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason
-from scheduler.sampling import SamplingParameters
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.scheduler.service import SchedulerService, ServiceClosedError
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.offline.cell import Cell
+from spool.deploy.offline.prompts import Prompt
+from spool.deploy.offline.settings import SamplingSettings
+from spool.deploy.progress import Reporter
+from spool.engine.settings import BATCHED_TOKENS_ON_CPU
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import FinishReason
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.scheduler.service import SchedulerService, ServiceClosedError
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.services.text.tokenizer import ModelTokenizer
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.event_loop import run_until_interrupted
-from deploy.models import ReadyModels, prepare_models
-from deploy.offline.cell import running_cell
-from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
-from deploy.offline.prompts import load_prompts
-from deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
-from deploy.offline.settings import InputSettings, SamplingSettings
-from deploy.progress import Reporter, say
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.event_loop import run_until_interrupted
+from spool.deploy.models import ReadyModels, prepare_models
+from spool.deploy.offline.cell import running_cell
+from spool.deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
+from spool.deploy.offline.prompts import load_prompts
+from spool.deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
+from spool.deploy.offline.settings import InputSettings, SamplingSettings
+from spool.deploy.progress import Reporter, say
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
 def generate(config: SpoolConfig, sampling: SamplingSettings, inputs: InputSettings, output: Path | None) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.messages import TokenLogprobs
-from services.receipts.receipt import Receipt
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.receipts.receipt import Receipt
 
 
 @dataclass(frozen=True, slots=True)

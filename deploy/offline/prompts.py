@@ -12,10 +12,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from deploy.config.problems import problems_of
-from deploy.errors import UsageError
-from services.text.chat_template import ChatTemplateError
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.config.problems import problems_of
+from spool.deploy.errors import UsageError
+from spool.services.text.chat_template import ChatTemplateError
+from spool.services.text.tokenizer import ModelTokenizer
 
 _DEMO_QUESTIONS = (
     "What is the capital of France?",

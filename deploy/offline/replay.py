@@ -10,23 +10,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import RunError, UsageError
-from deploy.offline.answer_text import compared, logprob_difference, text_difference
-from deploy.offline.parting import Parting, logprob_of, parting
-from deploy.offline.settings import ReplaySettings
-from deploy.progress import Reporter, report
-from deploy.workers import worker_devices
-from engine.cpu.isa import AUTO, available_isas
-from engine.description import EngineDescription
-from engine.errors import EngineError
-from engine.models.fetching import fetch_tokenizer
-from engine.models.source import ModelNotFoundError, resolve_model
-from engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
-from scheduler.messages import Role
-from services.launch.process_tuning import compute_environment, keep_freed_memory, keep_loaded_objects
-from services.receipts.fingerprint import differences, fingerprint_name
-from services.receipts.receipt import FoundReceipt, Receipt, ReceiptError, receipts_in
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.offline.answer_text import compared, logprob_difference, text_difference
+from spool.deploy.offline.parting import Parting, logprob_of, parting
+from spool.deploy.offline.settings import ReplaySettings
+from spool.deploy.progress import Reporter, report
+from spool.deploy.workers import worker_devices
+from spool.engine.cpu.isa import AUTO, available_isas
+from spool.engine.description import EngineDescription
+from spool.engine.errors import EngineError
+from spool.engine.models.fetching import fetch_tokenizer
+from spool.engine.models.source import ModelNotFoundError, resolve_model
+from spool.engine.settings import DTYPES, KV_INT8, QUANTIZATIONS, EngineSettings
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import compute_environment, keep_freed_memory, keep_loaded_objects
+from spool.services.receipts.fingerprint import differences, fingerprint_name
+from spool.services.receipts.receipt import FoundReceipt, Receipt, ReceiptError, receipts_in
+from spool.services.text.tokenizer import ModelTokenizer
 
 # Without shapes that bits depend on, passes are large: they take less time for a token.
 _TOKENS_OF_A_PASS = 384
@@ -139,8 +139,8 @@ def _replay(entries: Sequence[_Entry], settings: ReplaySettings) -> float:
     # Libraries read it when they are imported, as the next lines do.
     os.environ.update(compute_environment(engine_settings.threads, engine_settings.cpu_isa))
     keep_freed_memory()
-    from engine.models.loading import load_target_engine
-    from engine.replay import KnownOutput, replay
+    from spool.engine.models.loading import load_target_engine
+    from spool.engine.replay import KnownOutput, replay
 
     reporter = Reporter()
     try:

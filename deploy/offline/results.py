@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.offline.decoding import Completion, Job
-from deploy.offline.settings import SamplingSettings
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.offline.decoding import Completion, Job
+from spool.deploy.offline.settings import SamplingSettings
+from spool.services.text.tokenizer import ModelTokenizer
 
 Write = Callable[[dict[str, Any]], None]
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from pydantic import Field
 
-from deploy.config.loading import GivenValue, load_configuration
-from deploy.config.models import DEMO, NO_DRAFT, Device
-from deploy.config.section import Section, described
-from deploy.config.spool_config import SpoolConfig
-from scheduler.sampling import MAX_SEED, SamplingParameters
+from spool.deploy.config.loading import GivenValue, load_configuration
+from spool.deploy.config.models import DEMO, NO_DRAFT, Device
+from spool.deploy.config.section import Section, described
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.sampling import MAX_SEED, SamplingParameters
 
 
 class SamplingSettings(Section):

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.event_loop import run_until_interrupted
-from deploy.models import ReadyModels, prepare_models
-from deploy.offline.cell import Cell, running_cell
-from deploy.offline.comparison import Comparison, compare
-from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
-from deploy.offline.prompts import load_prompts
-from deploy.offline.settings import InputSettings, SamplingSettings
-from deploy.progress import Reporter, describe, report
-from scheduler.config import Policy, SchedulerConfig
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.event_loop import run_until_interrupted
+from spool.deploy.models import ReadyModels, prepare_models
+from spool.deploy.offline.cell import Cell, running_cell
+from spool.deploy.offline.comparison import Comparison, compare
+from spool.deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
+from spool.deploy.offline.prompts import load_prompts
+from spool.deploy.offline.settings import InputSettings, SamplingSettings
+from spool.deploy.progress import Reporter, describe, report
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
 @dataclass(frozen=True, slots=True)

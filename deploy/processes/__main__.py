@@ -1,4 +1,4 @@
-"""One process of a cell without Ray: `python -m deploy.processes KIND NAME`."""
+"""One process of a cell without Ray: `python -m spool.deploy.processes KIND NAME`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.processes.task import FileEpochs, Surroundings, Up, run_process
-from scheduler.messages import Role
-from services.launch.process_tuning import keep_loaded_objects
+from spool.deploy.processes.task import FileEpochs, Surroundings, Up, run_process
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 # Where everything stops together, nobody is there to finish what is under way.
 _GATEWAY_STOP_SECONDS = 1.0
@@ -21,7 +21,7 @@ _WORKER_STOP_SECONDS = 2.0
 
 async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Its address is the HTTP server's."""
-    from deploy.assembly.gateway import start_gateway
+    from spool.deploy.assembly.gateway import start_gateway
 
     def drain_seconds() -> float:
         return _GATEWAY_STOP_SECONDS if surroundings.all_stop else surroundings.config.gateway.drain_seconds
@@ -40,7 +40,7 @@ async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> 
 
 async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Its address is the gRPC server's."""
-    from deploy.assembly.scheduler import start_scheduler
+    from spool.deploy.assembly.scheduler import start_scheduler
 
     _, server, address = await start_scheduler(
         surroundings.config,
@@ -57,9 +57,9 @@ async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -
 
 async def start_worker(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     """Ready once the scheduler uses the worker."""
-    from services.worker.base_server import step_thread
-    from services.worker.process import WorkerArguments, load_worker
-    from services.worker.registration import WorkerRegistration
+    from spool.services.worker.base_server import step_thread
+    from spool.services.worker.process import WorkerArguments, load_worker
+    from spool.services.worker.registration import WorkerRegistration
 
     task, security = surroundings.task, surroundings.security
     thread = step_thread()

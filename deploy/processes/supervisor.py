@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.config.spool_config import SpoolConfig
-from deploy.processes.task import TASK_VARIABLE, Task
-from services.launch.child_process import ChildGroup, ChildProcess, Command, Progress
-from services.launch.launcher import WorkerLaunch
-from services.launch.process_tuning import compute_environment
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.processes.task import TASK_VARIABLE, Task
+from spool.services.launch.child_process import ChildGroup, ChildProcess, Command, Progress
+from spool.services.launch.launcher import WorkerLaunch
+from spool.services.launch.process_tuning import compute_environment
+from spool.services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
 _RESTART_SECONDS = 1.0
 
@@ -30,7 +30,7 @@ async def running_cell(
     def child(kind: str, task: Task, variables: Mapping[str, str]) -> ChildProcess:
         def command(port: int) -> Command:
             own = {TASK_VARIABLE: replace(task, port=port).to_json(), SECURITY_VARIABLE: security.to_json()}
-            return Command("deploy.processes", [kind, task.name], {**variables, **own})
+            return Command("spool.deploy.processes", [kind, task.name], {**variables, **own})
 
         return ChildProcess(task.name, command, folder / f"{task.name}.log", progress)
 

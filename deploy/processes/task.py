@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.config.loading import configuration_from
-from deploy.config.spool_config import SpoolConfig
-from engine.errors import one_line
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.worker.process import EventPipe, stop_when_stdin_ends
+from spool.deploy.config.loading import configuration_from
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.engine.errors import one_line
+from spool.services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from spool.services.worker.process import EventPipe, stop_when_stdin_ends
 
 TASK_VARIABLE = "SPOOL_PROCESS"
 """Environment variable with the task, as JSON; the configuration in it may hold secrets."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler.messages import Role
+from spool.scheduler.messages import Role
 
 PROXIES = "Disabled"
 """Where Serve's own HTTP proxies run: gateways listen themselves."""

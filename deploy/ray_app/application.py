@@ -10,17 +10,17 @@ from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 
-from deploy.config.ingress import GatewaySettings
-from deploy.config.loading import configuration_from
-from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app import GATEWAY, scheduler_name, workers_name
-from deploy.ray_app.gateway import Gateway
-from deploy.ray_app.gpus import gpus_per_replica
-from deploy.ray_app.scheduler import Scheduler
-from deploy.ray_app.worker import WorkerReplica
-from scheduler.messages import Role
-from services.launch.process_tuning import compute_environment
-from services.rpc.channel_security import random_token
+from spool.deploy.config.ingress import GatewaySettings
+from spool.deploy.config.loading import configuration_from
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.ray_app import GATEWAY, scheduler_name, workers_name
+from spool.deploy.ray_app.gateway import Gateway
+from spool.deploy.ray_app.gpus import gpus_per_replica
+from spool.deploy.ray_app.scheduler import Scheduler
+from spool.deploy.ray_app.worker import WorkerReplica
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import compute_environment
+from spool.services.rpc.channel_security import random_token
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from contextlib import AsyncExitStack
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.assembly.gateway import start_gateway
-from deploy.assembly.secrets import channel_security
-from deploy.autoscaling.policy import OPEN_REQUESTS
-from deploy.cluster.client import application_state
-from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app import GATEWAY
-from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import SchedulerAddress, keep_serve_on_node
-from services.launch.process_tuning import keep_loaded_objects
+from spool.deploy.assembly.gateway import start_gateway
+from spool.deploy.assembly.secrets import channel_security
+from spool.deploy.autoscaling.policy import OPEN_REQUESTS
+from spool.deploy.cluster.client import application_state
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.ray_app import GATEWAY
+from spool.deploy.ray_app.ray_metrics import RayMirror
+from spool.deploy.ray_app.replica import SchedulerAddress, keep_serve_on_node
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 logger = logging.getLogger(__name__)
 

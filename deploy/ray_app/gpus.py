@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import ray
 
-from deploy.config.spool_config import SpoolConfig
-from scheduler.messages import Role
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
 

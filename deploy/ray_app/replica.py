@@ -8,7 +8,7 @@ import ray.util
 from ray.serve._private import replica as serve_replica
 from ray.serve.handle import DeploymentHandle
 
-from deploy.config.ingress import InternalSettings
+from spool.deploy.config.ingress import InternalSettings
 
 
 class SchedulerAddress:

@@ -12,14 +12,14 @@ from typing import Any
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list, _internal_kv_put
 from ray.util import get_node_ip_address
 
-from deploy.assembly.plain_message import plain_message
-from deploy.assembly.scheduler import start_scheduler
-from deploy.assembly.secrets import channel_security
-from deploy.autoscaling.reporter import Autoscaler
-from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import internal_host, keep_serve_on_node
-from services.launch.process_tuning import keep_loaded_objects
+from spool.deploy.assembly.plain_message import plain_message
+from spool.deploy.assembly.scheduler import start_scheduler
+from spool.deploy.assembly.secrets import channel_security
+from spool.deploy.autoscaling.reporter import Autoscaler
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.ray_app.ray_metrics import RayMirror
+from spool.deploy.ray_app.replica import internal_host, keep_serve_on_node
+from spool.services.launch.process_tuning import keep_loaded_objects
 
 _NAMESPACE = b"spool"
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import yaml
 
-from deploy.autoscaling.reporter import autoscaling_rules
-from deploy.config.placement import GatewayAutoscaling, Scaled
-from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app import GATEWAY, PROXIES, scheduler_name, workers_name
+from spool.deploy.autoscaling.reporter import autoscaling_rules
+from spool.deploy.config.placement import GatewayAutoscaling, Scaled
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.ray_app import GATEWAY, PROXIES, scheduler_name, workers_name
 
-IMPORT_PATH = "deploy.ray_app.application:build"
-POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"
+IMPORT_PATH = "spool.deploy.ray_app.application:build"
+POLICY_PATH = "spool.deploy.autoscaling.policy:FollowScheduler"
 
 # Serve collects what a deployment reports only where its number may change, if only from one to one.
 _REPORTING = {"min_replicas": 1, "max_replicas": 1, "metrics_interval_s": 0.5, "look_back_period_s": 5.0}

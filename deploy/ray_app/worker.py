@@ -9,16 +9,16 @@ from dataclasses import asdict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.assembly.secrets import channel_security
-from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_on_node
-from deploy.workers import worker_engine
-from scheduler.messages import Role
-from services.launch.process_tuning import keep_loaded_objects
-from services.rpc.channel_security import ChannelSecurity
-from services.worker.base_server import step_thread
-from services.worker.process import WorkerArguments, load_worker
-from services.worker.registration import WorkerRegistration
+from spool.deploy.assembly.secrets import channel_security
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_on_node
+from spool.deploy.workers import worker_engine
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import keep_loaded_objects
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.worker.base_server import step_thread
+from spool.services.worker.process import WorkerArguments, load_worker
+from spool.services.worker.registration import WorkerRegistration
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""A text that streams over gRPC. Needs spool_client, which is part of Spool."""
+"""A text that streams over gRPC. Needs spool-client, which Spool requires."""
 
 import os
 
 import grpc
 
-from spool_client import Client, GenerateRequest
+from spool.client import Client, GenerateRequest
 
 request = GenerateRequest(text="The three laws of robotics are", max_tokens=60, temperature=0)
 with Client(os.environ.get("SPOOL_GRPC", "127.0.0.1:8001"), api_key=os.environ.get("SPOOL_API_KEY")) as client:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from engine.kv.paged_kv import LayerKv
+from spool.engine.kv.paged_kv import LayerKv
 
 # Few lengths, so that sequences share calls, but close enough that little of a call is padding.
 _KV_LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, Cache
 
-from engine.attention.backends import AttentionPlan, AttentionRule
-from engine.errors import UnsupportedModelError
-from engine.kv.paged_kv import PagedKv
+from spool.engine.attention.backends import AttentionPlan, AttentionRule
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.paged_kv import PagedKv
 
 ATTENTION_NAME = "spool_paged"
 # Families whose layers do not tell attention of their windows.

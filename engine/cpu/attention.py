@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.attention.backends import AttentionRule, Span, cut_into_blocks
-from engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
-from engine.kv.paged_kv import LayerKv, PagedKv
+from spool.engine.attention.backends import AttentionRule, Span, cut_into_blocks
+from spool.engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
+from spool.engine.kv.paged_kv import LayerKv, PagedKv
 
 # Rows of a sequence that share the unpacking of a page; more of them leave less to share out among threads.
 _BLOCK_ROWS = 8

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cpu.isa import InstructionSet, compiler_options
-from engine.models.source import Progress, cache_folder
+from spool.engine.cpu.isa import InstructionSet, compiler_options
+from spool.engine.models.source import Progress, cache_folder
 
 SOURCES = Path(__file__).with_name("csrc")
 

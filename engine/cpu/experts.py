@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
-from engine.cpu.linear import KernelLinear, prepack_linear
-from engine.layers.experts import Experts, sparse_blocks
-from engine.layers.linear import linear_of
+from spool.engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
+from spool.engine.cpu.linear import KernelLinear, prepack_linear
+from spool.engine.layers.experts import Experts, sparse_blocks
+from spool.engine.layers.linear import linear_of
 
 
 class KernelExperts(nn.Module):

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.paged_step import PagedStep
-from engine.cpu.attention import KernelPlan
-from engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
-from engine.cpu.linear import KernelLinear, prepack_linear
-from engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
-from engine.layers.rotation import RotationTable
-from engine.parallel.layers import SummedLinear
+from spool.engine.attention.paged_step import PagedStep
+from spool.engine.cpu.attention import KernelPlan
+from spool.engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
+from spool.engine.cpu.linear import KernelLinear, prepack_linear
+from spool.engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
+from spool.engine.layers.rotation import RotationTable
+from spool.engine.parallel.layers import SummedLinear
 
 
 class FusedDecoderLayer(LlamaLayer):

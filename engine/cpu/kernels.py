@@ -13,12 +13,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from engine.attention.backends import AttentionRule
-from engine.cpu.build import CompilationError, compiled_library
-from engine.cpu.isa import AUTO, chosen_isa
-from engine.kv.paged_kv import LayerKv
-from engine.models.source import Progress
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.attention.backends import AttentionRule
+from spool.engine.cpu.build import CompilationError, compiled_library
+from spool.engine.cpu.isa import AUTO, chosen_isa
+from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.models.source import Progress
+from spool.engine.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.cpu.kernels import CpuKernels, LinearWeights, Panels
-from engine.layers.linear import apart, summed_parts
-from engine.parallel.layers import SummedLinear
-from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from spool.engine.cpu.kernels import CpuKernels, LinearWeights, Panels
+from spool.engine.layers.linear import apart, summed_parts
+from spool.engine.parallel.layers import SummedLinear
+from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 
 # The row count that oneDNN lays weights out for; more or fewer rows work, too.
 _TYPICAL_ROWS = 16

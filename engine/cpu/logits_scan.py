@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.cpu.kernels import CpuKernels
-from engine.sampling.context import Draw
-from engine.sampling.logits_scan import LogitsScan
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.sampling.context import Draw
+from spool.engine.sampling.logits_scan import LogitsScan
 
 
 class KernelScan(LogitsScan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from engine.settings import EngineSettings
+from spool.engine.settings import EngineSettings
 
 # Those of the process, as long as no library has bound its first thread to one of them.
 _PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

@@ -16,12 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.attention.paged_step import PagedStep
-from engine.cuda.triton_product import Parts, TritonLinear, overlaps
-from engine.cuda.triton_rows import add_norm, rotate_write, rotations, silu_mul
-from engine.layers.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
-from engine.parallel.layers import SummedLinear
-from engine.quantization.layers import QuantizedLinear
+from spool.engine.attention.paged_step import PagedStep
+from spool.engine.cuda.triton_product import Parts, TritonLinear, overlaps
+from spool.engine.cuda.triton_rows import add_norm, rotate_write, rotations, silu_mul
+from spool.engine.layers.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
+from spool.engine.parallel.layers import SummedLinear
+from spool.engine.quantization.layers import QuantizedLinear
 
 MakeLinear = Callable[[nn.Linear | QuantizedLinear], nn.Module]
 """Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""

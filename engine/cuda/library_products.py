@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 
-from engine.cuda.triton_product import Multiply, TritonLinear, product
-from engine.errors import one_line
-from engine.passes.device import current
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.cuda.triton_product import Multiply, TritonLinear, product
+from spool.engine.errors import one_line
+from spool.engine.passes.device import current
+from spool.engine.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionRule, MatmulBackend, Span, unrestricted_form
-from engine.kv.paged_kv import PagedKv
-from engine.models.source import Progress
-from engine.passes.device import current
-from engine.passes.graphed import Capture, CudaCapture, GraphedPasses, NumberedBackend
-from engine.passes.layout import Forward
-from engine.quantization.layers import QuantizedLinear
-from engine.quantization.rounding import rounded
+from spool.engine.attention.backends import AttentionBackend, AttentionRule, MatmulBackend, Span, unrestricted_form
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.models.source import Progress
+from spool.engine.passes.device import current
+from spool.engine.passes.graphed import Capture, CudaCapture, GraphedPasses, NumberedBackend
+from spool.engine.passes.layout import Forward
+from spool.engine.quantization.layers import QuantizedLinear
+from spool.engine.quantization.rounding import rounded
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ class GpuPasses:
 
     def made_ahead(self) -> AbstractContextManager[None]:
         """While it is open, kernels are made and not run (engine/cuda/launches.py)."""
-        from engine.cuda.launches import made_ahead
+        from spool.engine.cuda.launches import made_ahead
 
         return made_ahead()
 
     def fuse_decoder(self, model: PreTrainedModel) -> None:
         """Replaces the decoder of a model of a known family, in place."""
-        from engine.cuda.fused_decoder import fuse_decoder
+        from spool.engine.cuda.fused_decoder import fuse_decoder
 
         fuse_decoder(model, self._make_linear or (lambda linear: linear))
 
@@ -92,7 +92,7 @@ class GpuPasses:
         """Lets torch's library multiply where it gives the bits of own products: for how many shapes and row counts."""
         if self._make_linear is None:
             return 0
-        from engine.cuda.library_products import use_library
+        from spool.engine.cuda.library_products import use_library
 
         return use_library(model, row_counts)
 
@@ -100,7 +100,7 @@ class GpuPasses:
         """Replaces experts and all linear layers by those that give a row the same bits in any company, in place."""
         if self._make_linear is None:
             return
-        from engine.cuda.triton_experts import replace_experts
+        from spool.engine.cuda.triton_experts import replace_experts
 
         replace_experts(model)
         for module in list(model.modules()):
@@ -126,8 +126,8 @@ def load_gpu_passes(
     try:
         import triton
 
-        from engine.cuda.launches import made_ahead
-        from engine.cuda.triton_attention import WIDE_FROM, TritonBackend, check_fits, takes_wide_tiles
+        from spool.engine.cuda.launches import made_ahead
+        from spool.engine.cuda.triton_attention import WIDE_FROM, TritonBackend, check_fits, takes_wide_tiles
 
         check_fits(heads[2], dtype, quantized_kv)
 
@@ -186,7 +186,7 @@ def _own_products(dtype: torch.dtype, device: torch.device, code_bits: Sequence[
     if dtype not in _MULTIPLIED:
         return None
     try:
-        from engine.cuda.triton_product import TritonLinear
+        from spool.engine.cuda.triton_product import TritonLinear
 
         with current(device):
             faults = (_product_fault(TritonLinear, dtype, device, bits) for bits in code_bits or (None,))
@@ -205,7 +205,7 @@ def _product_fault(
     make_linear: MakeLinear, dtype: torch.dtype, device: torch.device, code_bits: int | None
 ) -> str | None:
     """What is wrong with products of random numbers, or of such codes: values, or bits of a row in company."""
-    from engine.cuda.launches import made_ahead
+    from spool.engine.cuda.launches import made_ahead
 
     generator = torch.Generator().manual_seed(0)
     out_features, in_features = _TRIAL_WEIGHT

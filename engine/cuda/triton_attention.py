@@ -27,12 +27,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention.backends import AttentionRule, Block, Span, blocks_of, cut_into_blocks
-from engine.cuda.launches import launch
-from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
-from engine.kv.kv_store import SCALE_BYTES
-from engine.kv.paged_kv import LayerKv
-from engine.passes.device import pinned
+from spool.engine.attention.backends import AttentionRule, Block, Span, blocks_of, cut_into_blocks
+from spool.engine.cuda.launches import launch
+from spool.engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
+from spool.engine.kv.kv_store import SCALE_BYTES
+from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.passes.device import pinned
 
 # Query rows of a block, and dimensions, the fewest that matrix units take.
 _TILE_QUERIES = 16

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cuda.launches import launch
-from engine.layers.experts import Experts, sparse_blocks
+from spool.engine.cuda.launches import launch
+from spool.engine.layers.experts import Experts, sparse_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import nn
 from triton.runtime import driver
 
-from engine.cuda.launches import launch
-from engine.quantization.layers import QuantizedLinear
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.cuda.launches import launch
+from spool.engine.quantization.layers import QuantizedLinear
+from spool.engine.quantization.weights import QuantizedWeight
 
 # Rows that one program computes. What is no power of 2 are two tiles of one program, which reads its weights once.
 _ROW_TILES = (16, 32, 64, 96, 128, 160, 192)

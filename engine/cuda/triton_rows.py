@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.cuda.launches import launch
-from engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
-from engine.kv.kv_store import SCALE_BYTES
-from engine.kv.paged_kv import LayerKv
+from spool.engine.cuda.launches import launch
+from spool.engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
+from spool.engine.kv.kv_store import SCALE_BYTES
+from spool.engine.kv.paged_kv import LayerKv
 
 # Heads that a program rotates. Few, so that one row alone keeps more than one multiprocessor busy.
 _TILE_HEADS = 4

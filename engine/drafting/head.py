@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, MatmulBackend, unrestricted_form
-from engine.cpu.attention import KernelBackend
-from engine.cpu.kernels import CpuKernels
-from engine.errors import UnsupportedModelError
-from engine.kv.paged_kv import PagedKv
-from engine.layers.linear import linear_of
-from engine.models.loaded_model import KvShape
-from engine.models.weights import PLAIN_FLOATS, wrong_shape
+from spool.engine.attention.backends import AttentionBackend, AttentionPlan, MatmulBackend, unrestricted_form
+from spool.engine.cpu.attention import KernelBackend
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.layers.linear import linear_of
+from spool.engine.models.loaded_model import KvShape
+from spool.engine.models.weights import PLAIN_FLOATS, wrong_shape
 
 
 class DraftingHead(ABC):

@@ -16,19 +16,19 @@ from itertools import accumulate, chain, takewhile
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Span
-from engine.drafting.context import HeadContext
-from engine.drafting.head import DraftingHead
-from engine.drafting.head_passes import HeadPasses
-from engine.drafting.proposer import LocalProposer
-from engine.kv.pages import PagePool
-from engine.passes.device import current, on_device
-from engine.passes.features import Features
-from engine.passes.layout import TokenBatch
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import choose_tokens
-from engine.steps import RowOutcome, VerifyRow
+from spool.engine.attention.backends import Span
+from spool.engine.drafting.context import HeadContext
+from spool.engine.drafting.head import DraftingHead
+from spool.engine.drafting.head_passes import HeadPasses
+from spool.engine.drafting.proposer import LocalProposer
+from spool.engine.kv.pages import PagePool
+from spool.engine.passes.device import current, on_device
+from spool.engine.passes.features import Features
+from spool.engine.passes.layout import TokenBatch
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.sampler import choose_tokens
+from spool.engine.steps import RowOutcome, VerifyRow
 
 
 @dataclass(slots=True)

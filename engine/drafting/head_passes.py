@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.backends import AttentionBackend
-from engine.attention.paged_step import PagedStep
-from engine.drafting.head import DraftingHead
-from engine.kv.paged_kv import PagedKv
-from engine.models.source import Progress
-from engine.passes.device import on_device
-from engine.passes.eager import EagerPasses
-from engine.passes.graphed import GraphedPasses
-from engine.passes.layout import Forward, TokenBatch
-from engine.passes.warm_up import capture, forgo
+from spool.engine.attention.backends import AttentionBackend
+from spool.engine.attention.paged_step import PagedStep
+from spool.engine.drafting.head import DraftingHead
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.models.source import Progress
+from spool.engine.passes.device import on_device
+from spool.engine.passes.eager import EagerPasses
+from spool.engine.passes.graphed import GraphedPasses
+from spool.engine.passes.layout import Forward, TokenBatch
+from spool.engine.passes.warm_up import capture, forgo
 
 MOST_GRAPHED_ROWS = 256
 """Of a head's graph: a row is a sequence, of which as many run by default."""

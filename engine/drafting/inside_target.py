@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.drafting.model_drafting import DraftAsk, ModelDrafting
-from engine.drafting.proposer import LocalProposer
-from engine.drafting.sequence import SequenceDrafting
-from engine.steps import RowOutcome, VerifyRow
+from spool.engine.drafting.model_drafting import DraftAsk, ModelDrafting
+from spool.engine.drafting.proposer import LocalProposer
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.steps import RowOutcome, VerifyRow
 
 
 class InsideDrafting(LocalProposer):

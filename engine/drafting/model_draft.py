@@ -9,19 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.description import EngineDescription
-from engine.kv.pages import PagePool
-from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
-from engine.passes.chained import ChainedPasses
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.sampling.context import SamplingContext
-from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import choose_alternatives, choose_tokens
-from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import Computing, EngineTimings, Interrupted, ProposeRow, RowOutcome, StepOutcome, no_callback
+from spool.engine.description import EngineDescription
+from spool.engine.kv.pages import PagePool
+from spool.engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from spool.engine.passes.chained import ChainedPasses
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.logits_shaping import changes_scores
+from spool.engine.sampling.sampler import choose_alternatives, choose_tokens
+from spool.engine.settings import LONGEST_LOOKUP_MATCH
+from spool.engine.steps import Computing, EngineTimings, Interrupted, ProposeRow, RowOutcome, StepOutcome, no_callback
 
 
 class DraftEngine:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.description import EngineDescription
-from engine.drafting.draft_kv import DraftKv
-from engine.errors import DeviceLostError, one_line
-from engine.kv.pages import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from engine.steps import Computing, Interrupted, ProposeRow, StepOutcome, no_callback
-from scheduler.sampling import SamplingParameters
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.errors import DeviceLostError, one_line
+from spool.engine.kv.pages import PagePool
+from spool.engine.kv.prefix_cache import PrefixCache
+from spool.engine.steps import Computing, Interrupted, ProposeRow, StepOutcome, no_callback
+from spool.scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
 

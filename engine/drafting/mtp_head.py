@@ -20,17 +20,17 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.backends import AttentionPlan, AttentionRule
-from engine.attention.paged_step import GroupStep, PagedStep
-from engine.cpu.kernels import CpuKernels
-from engine.cpu.linear import prepack_linear
-from engine.drafting.head import DraftingHead, HeadWeights
-from engine.errors import UnsupportedModelError, one_line
-from engine.kv.paged_kv import LayerKv, PagedKv
-from engine.layers.joined_layers import join_layers, joins_layers
-from engine.models.reading import read_config
-from engine.models.weights import model_of
-from engine.quantization.checkpoints import checkpoint_weights
+from spool.engine.attention.backends import AttentionPlan, AttentionRule
+from spool.engine.attention.paged_step import GroupStep, PagedStep
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import prepack_linear
+from spool.engine.drafting.head import DraftingHead, HeadWeights
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.kv.paged_kv import LayerKv, PagedKv
+from spool.engine.layers.joined_layers import join_layers, joins_layers
+from spool.engine.models.reading import read_config
+from spool.engine.models.weights import model_of
+from spool.engine.quantization.checkpoints import checkpoint_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.drafting.sequence import SequenceDrafting
-from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import RowOutcome, VerifyRow
-from scheduler.messages import DraftingReport
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.settings import LONGEST_LOOKUP_MATCH
+from spool.engine.steps import RowOutcome, VerifyRow
+from spool.scheduler.messages import DraftingReport
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.prompt_lookup import TokenPlaces
 
 
 @dataclass(slots=True, eq=False)

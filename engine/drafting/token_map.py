@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from engine.errors import TokenizerError
-from engine.models.vocabulary import (
+from spool.engine.errors import TokenizerError
+from spool.engine.models.vocabulary import (
     Vocabulary,
     named_tokens,
     no_tokenizer,

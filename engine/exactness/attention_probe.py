@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.backends import AttentionBackend, AttentionRule, Span
-from engine.kv.paged_kv import PagedKv
+from spool.engine.attention.backends import AttentionBackend, AttentionRule, Span
+from spool.engine.kv.paged_kv import PagedKv
 
 _SEED = 2510
 _STARTS = 3

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionForm
-from engine.cpu.attention import KernelBackend
-from engine.cpu.linear import KernelLinear, PrepackedLinear
-from engine.errors import ExactModeUnavailableError
-from engine.exactness.attention_probe import AttentionProbe
-from engine.kv.pages import PagePool, PageTable
-from engine.models.source import longest_sequence
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.settings import EngineSettings
+from spool.engine.attention.backends import AttentionForm
+from spool.engine.cpu.attention import KernelBackend
+from spool.engine.cpu.linear import KernelLinear, PrepackedLinear
+from spool.engine.errors import ExactModeUnavailableError
+from spool.engine.exactness.attention_probe import AttentionProbe
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models.source import longest_sequence
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.settings import EngineSettings
 
 _PROBE_SEED = 20251022
 _SHIFTS = (1, 7)

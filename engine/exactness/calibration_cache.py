@@ -15,11 +15,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionForm
-from engine.cpu.isa import processor_name
-from engine.exactness.calibration import Calibration, ExactShapes
-from engine.models.source import cache_folder
-from engine.settings import EngineSettings
+from spool.engine.attention.backends import AttentionForm
+from spool.engine.cpu.isa import processor_name
+from spool.engine.exactness.calibration import Calibration, ExactShapes
+from spool.engine.models.source import cache_folder
+from spool.engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
 _CALIBRATION_RECIPE = 13

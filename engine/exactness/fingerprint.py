@@ -14,18 +14,18 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from engine.cpu.fused_layers import KernelDecoder
-from engine.exactness.calibration import ExactShapes
-from engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions, write_whole
-from engine.models.compatibility import has_moving_rope
-from engine.models.dtype import dtype_name
-from engine.models.loaded_model import LoadedModel, attention_name
-from engine.models.source import cache_folder, weights_path
-from engine.models.weights import safetensors_files
-from engine.passes.runner import ModelRunner
-from engine.quantization.gguf_file import part_paths
-from engine.quantization.sizes import QUANTIZATION_FILE
-from engine.settings import EngineSettings
+from spool.engine.cpu.fused_layers import KernelDecoder
+from spool.engine.exactness.calibration import ExactShapes
+from spool.engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions, write_whole
+from spool.engine.models.compatibility import has_moving_rope
+from spool.engine.models.dtype import dtype_name
+from spool.engine.models.loaded_model import LoadedModel, attention_name
+from spool.engine.models.source import cache_folder, weights_path
+from spool.engine.models.weights import safetensors_files
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.quantization.gguf_file import part_paths
+from spool.engine.quantization.sizes import QUANTIZATION_FILE
+from spool.engine.settings import EngineSettings
 
 # Raised when the same parts give other logits than before (engine/cpu/csrc, engine/layers/rotation.py).
 _UNIVERSAL = 1

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import GpuMemoryError
-from engine.models.memory_plan import model_memory, plan_memory
-from engine.settings import EngineSettings
-from scheduler.messages import Role
+from spool.engine.errors import GpuMemoryError
+from spool.engine.models.memory_plan import model_memory, plan_memory
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from engine.kv.groups import PageGroup, lanes_of
-from engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
-from engine.passes.device import host_buffer, on_device
+from spool.engine.kv.groups import PageGroup, lanes_of
+from spool.engine.kv.kv_store import SCALE_BYTES, PageLayout, kv_row_bytes
+from spool.engine.passes.device import host_buffer, on_device
 
 
 class LayerKv:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.groups import PageGroup
+from spool.engine.kv.groups import PageGroup
 
 PageKey = bytes
 """Names what a full page holds: two pages with equal keys hold the KV of equal tokens after equal tokens."""

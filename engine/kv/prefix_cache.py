@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from engine.kv.pages import PageKey, PagePool, PageTable
+from spool.engine.kv.pages import PageKey, PagePool, PageTable
 
 _KEY_BYTES = 32
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from engine.layers.families import SILU
-from engine.layers.linear import apart, linear_of
+from spool.engine.layers.families import SILU
+from spool.engine.layers.linear import apart, linear_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from engine.attention.backends import AttentionRule
-from engine.layers.linear import joined
+from spool.engine.attention.backends import AttentionRule
+from spool.engine.layers.linear import joined
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionRule
-from engine.attention.paged_step import PagedStep
-from engine.cpu.experts import replace_experts
-from engine.cpu.kernels import CpuKernels
-from engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
-from engine.layers.families import FamilyClasses, families_of
-from engine.layers.linear import joined
+from spool.engine.attention.backends import AttentionRule
+from spool.engine.attention.paged_step import PagedStep
+from spool.engine.cpu.experts import replace_experts
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
+from spool.engine.layers.families import FamilyClasses, families_of
+from spool.engine.layers.linear import joined
 
 _TRIED_ROWS = 3
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 
-from engine.quantization.layers import QuantizedLinear, joined_quantized
-from engine.quantization.weights import INPUT_MULTIPLE
+from spool.engine.quantization.layers import QuantizedLinear, joined_quantized
+from spool.engine.quantization.weights import INPUT_MULTIPLE
 
 
 def apart(numbers: torch.Tensor) -> torch.Tensor:

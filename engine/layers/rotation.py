@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine import ieee_math
-from engine.attention.paged_step import signed_rotation
+from spool.engine import ieee_math
+from spool.engine.attention.paged_step import signed_rotation
 
 _Frequencies = tuple[Tensor, float]
 

@@ -11,19 +11,19 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.errors import UnsupportedModelError, one_line
-from engine.kv.paged_kv import LayerKv
-from engine.kv.pages import PagePool, PageTable
-from engine.layers.families import FAMILIES
-from engine.layers.rotation import inverse_frequencies
-from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
-from engine.models.source import longest_sequence
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.passes.solo import SoloModel
-from engine.quantization.checkpoints import check_quantization
+from spool.engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.layers.families import FAMILIES
+from spool.engine.layers.rotation import inverse_frequencies
+from spool.engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
+from spool.engine.models.source import longest_sequence
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.passes.solo import SoloModel
+from spool.engine.quantization.checkpoints import check_quantization
 
 # Its layers are Qwen2's, and transformers does not know the type.
 CONFIG_MAPPING.register("mimo", Qwen2Config, exist_ok=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.errors import DraftVocabularyError, UnsupportedModelError
-from engine.quantization.layers import QuantizedLinear
+from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
+from spool.engine.quantization.layers import QuantizedLinear
 
 # Not safetensors: other servers take every such file in a model's folder for weights.
 FILE_NAME = "draft_vocabulary.json"

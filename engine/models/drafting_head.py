@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UnsupportedModelError
-from engine.models.source import ModelNotFoundError, resolve_model
-from scheduler.messages import Role
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.source import ModelNotFoundError, resolve_model
+from spool.scheduler.messages import Role
 
 _HEAD_WORDS = ("eagle", "medusa", "mtp", "nextn", "speculator", "mlpspeculator")
 """Parts of the names of architectures that are heads."""

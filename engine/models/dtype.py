@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.cpu.linear import can_prepack
+from spool.engine.cpu.linear import can_prepack
 
 AUTO = "auto"
 

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.models.source import ModelSource, Progress, SourceKind, download_model, download_tokenizer
+from spool.engine.models.source import ModelSource, Progress, SourceKind, download_model, download_tokenizer
 
 
 def fetch_model(source: ModelSource, progress: Progress) -> Path:
     """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
 
-    Raises `ModelNotFoundError` if the hub does not have it, `engine.demo.build.DemoBuildError` if the demo cannot be
+    Raises `ModelNotFoundError` if the hub does not have it, `DemoBuildError` if the demo cannot be
     built, `UnsupportedModelError` for a GGUF file that cannot be served.
     """
     if source.ready and source.folder is not None:
         return source.folder
     if source.kind is SourceKind.DEMO:
-        from engine.demo.build import build_demo_models
+        from spool.engine.demo.build import build_demo_models
 
         build_demo_models(progress)
         if source.folder is not None:
             return source.folder
     if source.gguf is not None:
-        from engine.quantization.gguf_folder import gguf_folder
+        from spool.engine.quantization.gguf_folder import gguf_folder
 
         return gguf_folder(source.gguf, progress, source.template)
     return download_model(source.name, progress)

@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.cpu.kernels import CpuKernels, load_cpu_kernels
-from engine.cpu.logits_scan import KernelScan
-from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
-from engine.drafting.head import DraftingHead
-from engine.drafting.head_passes import HeadPasses
-from engine.errors import UnsupportedProcessorError, one_line
-from engine.kv.pages import PagePool
-from engine.models.dtype import COMPUTED
-from engine.models.loaded_model import KvShape, LoadedModel
-from engine.models.source import Progress
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import sample_tokens
-from engine.settings import EngineSettings
-from scheduler.sampling import SamplingParameters
+from spool.engine.cpu.kernels import CpuKernels, load_cpu_kernels
+from spool.engine.cpu.logits_scan import KernelScan
+from spool.engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
+from spool.engine.drafting.head import DraftingHead
+from spool.engine.drafting.head_passes import HeadPasses
+from spool.engine.errors import UnsupportedProcessorError, one_line
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.dtype import COMPUTED
+from spool.engine.models.loaded_model import KvShape, LoadedModel
+from spool.engine.models.source import Progress
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.sampler import sample_tokens
+from spool.engine.settings import EngineSettings
+from spool.scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
     if loaded.gpu is None:
         return LogitsScan() if loaded.kernels is None else KernelScan(loaded.kernels)
     # Triton is made for Linux only.
-    from engine.cuda.triton_sampling import TritonScan
+    from spool.engine.cuda.triton_sampling import TritonScan
 
     model, size = loaded.model, loaded.vocabulary.size if token_ids is None else token_ids.numel()
     wide = torch.randn(32, -(-size // 16) * 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)

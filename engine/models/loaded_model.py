@@ -9,22 +9,28 @@ from functools import partial
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, unrestricted_form
-from engine.cpu.attention import KernelBackend
-from engine.cpu.fused_layers import KernelDecoder, fuse_layers
-from engine.cpu.kernels import CpuKernels
-from engine.cpu.linear import KernelLinear
-from engine.cuda.setup import GpuPasses
-from engine.kv.kv_store import kv_row_bytes
-from engine.kv.paged_kv import PagedKv
-from engine.kv.pages import PagePool
-from engine.layers.joined_layers import join_layers, joins_layers
-from engine.models.vocabulary import Vocabulary
-from engine.parallel.lead import Lead
-from engine.passes.eager import forward
-from engine.passes.runner import ModelRunner
-from engine.passes.solo import SoloBackend, SoloModel, SoloPasses
-from engine.sampling.grammars import Grammars
+from spool.engine.attention.backends import (
+    AttentionBackend,
+    AttentionForm,
+    MatmulBackend,
+    attention_forms,
+    unrestricted_form,
+)
+from spool.engine.cpu.attention import KernelBackend
+from spool.engine.cpu.fused_layers import KernelDecoder, fuse_layers
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import KernelLinear
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.kv.kv_store import kv_row_bytes
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.kv.pages import PagePool
+from spool.engine.layers.joined_layers import join_layers, joins_layers
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.parallel.lead import Lead
+from spool.engine.passes.eager import forward
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.passes.solo import SoloBackend, SoloModel, SoloPasses
+from spool.engine.sampling.grammars import Grammars
 
 
 @dataclass(frozen=True, slots=True)

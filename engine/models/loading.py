@@ -12,47 +12,52 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.cpu.threads import run_on_any_processor
-from engine.description import EngineDescription
-from engine.drafting.eagle_head import EagleHead
-from engine.drafting.head import DraftingHead
-from engine.drafting.head_drafting import HeadDrafting
-from engine.drafting.head_passes import MOST_GRAPHED_ROWS
-from engine.drafting.model_draft import DraftEngine
-from engine.drafting.mtp_head import MtpHead
-from engine.drafting.token_map import TokenMap, map_tokens
-from engine.errors import DraftVocabularyError, UnsupportedModelError
-from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
-from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
-from engine.exactness.fingerprint import fingerprint_parts, folder_parts, memory_parts, weight_sample
-from engine.kv.groups import lanes_of, page_groups
-from engine.kv.kv_store import KvStore
-from engine.kv.memory import kv_bytes
-from engine.kv.paged_kv import PagedKvStore
-from engine.kv.pages import PagePool
-from engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, has_moving_rope
-from engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
-from engine.models.drafting_head import MTP, head_architecture
-from engine.models.dtype import dtype_name
-from engine.models.fetching import fetch_model, fetch_tokenizer
-from engine.models.kernels import head_passes, logits_scan
-from engine.models.loaded_model import KvShape, LoadedModel, attention_name
-from engine.models.reading import model_in_memory, read_config, read_model, report
-from engine.models.replaced_layers import replace_layers
-from engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
-from engine.parallel.follow import follow
-from engine.parallel.lead import Lead, LedKvStore
-from engine.parallel.ranks import device_of, join_ranks
-from engine.parallel.shards import check_divides, sums_as_one
-from engine.passes.features import Features
-from engine.passes.runner import ModelRunner
-from engine.passes.warm_up import capture_graphs, warm_up
-from engine.quantization.sizes import NOT_QUANTIZED
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
-from engine.target import TargetEngine
-from scheduler.messages import Role
-from scheduler.page_counts import PageCounts
+from spool.engine.cpu.threads import run_on_any_processor
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.eagle_head import EagleHead
+from spool.engine.drafting.head import DraftingHead
+from spool.engine.drafting.head_drafting import HeadDrafting
+from spool.engine.drafting.head_passes import MOST_GRAPHED_ROWS
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.drafting.mtp_head import MtpHead
+from spool.engine.drafting.token_map import TokenMap, map_tokens
+from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
+from spool.engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
+from spool.engine.exactness.calibration_cache import (
+    calibration_file,
+    calibration_key,
+    read_calibration,
+    write_calibration,
+)
+from spool.engine.exactness.fingerprint import fingerprint_parts, folder_parts, memory_parts, weight_sample
+from spool.engine.kv.groups import lanes_of, page_groups
+from spool.engine.kv.kv_store import KvStore
+from spool.engine.kv.memory import kv_bytes
+from spool.engine.kv.paged_kv import PagedKvStore
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, has_moving_rope
+from spool.engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
+from spool.engine.models.drafting_head import MTP, head_architecture
+from spool.engine.models.dtype import dtype_name
+from spool.engine.models.fetching import fetch_model, fetch_tokenizer
+from spool.engine.models.kernels import head_passes, logits_scan
+from spool.engine.models.loaded_model import KvShape, LoadedModel, attention_name
+from spool.engine.models.reading import model_in_memory, read_config, read_model, report
+from spool.engine.models.replaced_layers import replace_layers
+from spool.engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
+from spool.engine.parallel.follow import follow
+from spool.engine.parallel.lead import Lead, LedKvStore
+from spool.engine.parallel.ranks import device_of, join_ranks
+from spool.engine.parallel.shards import check_divides, sums_as_one
+from spool.engine.passes.features import Features
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.passes.warm_up import capture_graphs, warm_up
+from spool.engine.quantization.sizes import NOT_QUANTIZED
+from spool.engine.sampling.grammars import Grammars
+from spool.engine.settings import EngineSettings
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import Role
+from spool.scheduler.page_counts import PageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +74,7 @@ called where they cannot go on (engine/parallel/lead.py)."""
 def load_target_engine(
     settings: EngineSettings, progress: Progress, other_ranks: OtherRanks | None = None
 ) -> TargetEngine:
-    """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line. `other_ranks` is called
+    """Raises `EngineError` or `ModelNotFoundError` with the reason, one line. `other_ranks` is called
     where the settings ask for several, once the model is known to have as many parts."""
     folder = fetch_model(resolve_model(settings.model, Role.TARGET), progress)
     with ThreadPoolExecutor(1, initializer=run_on_any_processor) as beside:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import GpuMemoryError
-from engine.kv.kv_store import kv_row_bytes
-from engine.parallel.heads import heads_of_a_rank
-from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
-from engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMILIES, kept_bytes
+from spool.engine.errors import GpuMemoryError
+from spool.engine.kv.kv_store import kv_row_bytes
+from spool.engine.parallel.heads import heads_of_a_rank
+from spool.engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
+from spool.engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMILIES, kept_bytes
 
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048

@@ -11,29 +11,36 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cpu.kernels import CpuKernels
-from engine.errors import UnsupportedModelError, one_line
-from engine.kv.memory import planned_kv_bytes
-from engine.layers.families import FAMILIES
-from engine.models.compatibility import check_config, fix_frequencies
-from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
-from engine.models.families import SOLO_FAMILIES
-from engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
-from engine.models.loaded_model import LoadedModel
-from engine.models.reference import own_attention
-from engine.models.source import Progress
-from engine.models.vocabulary import Vocabulary, read_tokenizer, vocabulary_of
-from engine.models.weights import check_loaded, pickled_tensors, safetensors_files, stored_tensors
-from engine.parallel.ranks import Ranks
-from engine.parallel.shards import read_part
-from engine.passes.solo import SoloModel
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.model import build_model, is_quantized, moved, open_weights, round_weights, stored_quantization
-from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS, stated_quantization
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
-from scheduler.messages import Role
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.kv.memory import planned_kv_bytes
+from spool.engine.layers.families import FAMILIES
+from spool.engine.models.compatibility import check_config, fix_frequencies
+from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
+from spool.engine.models.families import SOLO_FAMILIES
+from spool.engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.reference import own_attention
+from spool.engine.models.source import Progress
+from spool.engine.models.vocabulary import Vocabulary, read_tokenizer, vocabulary_of
+from spool.engine.models.weights import check_loaded, pickled_tensors, safetensors_files, stored_tensors
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.parallel.shards import read_part
+from spool.engine.passes.solo import SoloModel
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.model import (
+    build_model,
+    is_quantized,
+    moved,
+    open_weights,
+    round_weights,
+    stored_quantization,
+)
+from spool.engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS, stated_quantization
+from spool.engine.sampling.grammars import Grammars
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,7 @@ _UNREADABLE = (
 def read_model(
     folder: Path, settings: EngineSettings, role: Role, progress: Progress, ranks: Ranks | None = None
 ) -> LoadedModel:
-    """The model in `folder`; with `ranks`, this rank's part of it. Raises `engine.errors.EngineError`."""
+    """The model in `folder`; with `ranks`, this rank's part of it. Raises `EngineError`."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     progress(f"loading {settings.model}", None)

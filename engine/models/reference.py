@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UnsupportedModelError
-from engine.models.source import GGUF_WEIGHTS, weights_path
-from engine.quantization.gguf_file import part_paths
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.source import GGUF_WEIGHTS, weights_path
+from spool.engine.quantization.gguf_file import part_paths
 
 
 def transformers_model(folder: Path, dtype: Any) -> Any:
@@ -15,7 +15,7 @@ def transformers_model(folder: Path, dtype: Any) -> Any:
     for a file in parts, of which transformers would read the first alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import engine.models.compatibility  # noqa: F401  (makes types of models known)
+    import spool.engine.models.compatibility  # noqa: F401  (makes types of models known)
 
     path = weights_path(folder)
     if len(part_paths(path)) > 1:

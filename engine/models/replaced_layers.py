@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.paged_step import GroupStep, PagedStep
-from engine.errors import UnsupportedModelError
-from engine.kv.pages import PagePool, PageTable
-from engine.layers.experts import sparse_blocks
-from engine.models.loaded_model import LoadedModel
-from engine.passes.device import current, on_device
-from engine.passes.layout import BatchedSequence, TokenBatch
-from engine.passes.runner import ModelRunner
+from spool.engine.attention.paged_step import GroupStep, PagedStep
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.layers.experts import sparse_blocks
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.passes.device import current, on_device
+from spool.engine.passes.layout import BatchedSequence, TokenBatch
+from spool.engine.passes.runner import ModelRunner
 
 _PROMPT_TOKENS = 64
 # Relative errors of one layer, at most. Those of several, of the embedding and of the last norm are roundings that know

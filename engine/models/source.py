@@ -17,8 +17,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from engine.quantization.gguf_file import part_paths
-from scheduler.messages import Role
+from spool.engine.quantization.gguf_file import part_paths
+from spool.scheduler.messages import Role
 
 DEMO = "demo"
 CACHE_VARIABLE = "SPOOL_CACHE"
@@ -88,7 +88,7 @@ def demo_folder(role: Role) -> Path:
 def demo_assets() -> Traversable:
     """What engine/demo/assets has of the demo models: of the draft, trained layers and, if there is one, a
     vocabulary; and a chat template."""
-    return resources.files("engine.demo") / "assets"
+    return resources.files("spool.engine.demo") / "assets"
 
 
 def demo_chat_template() -> str:

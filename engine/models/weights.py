@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.errors import UnsupportedModelError, one_line
-from engine.leftovers import changes_nothing, listed, refuse_unused
-from engine.models.drafting_head import mtp_tensors
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.leftovers import changes_nothing, listed, refuse_unused
+from spool.engine.models.drafting_head import mtp_tensors
 
 logger = logging.getLogger(__name__)
 

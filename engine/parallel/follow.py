@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from engine.attention.backends import AttentionForm
-from engine.errors import one_line
-from engine.kv.groups import page_groups
-from engine.kv.paged_kv import PagedKvStore
-from engine.kv.pages import PagePool, PageRun, PageTable
-from engine.models.loaded_model import LoadedModel
-from engine.parallel.lead import as_tensor
-from engine.parallel.ranks import Ranks
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
+from spool.engine.attention.backends import AttentionForm
+from spool.engine.errors import one_line
+from spool.engine.kv.groups import page_groups
+from spool.engine.kv.paged_kv import PagedKvStore
+from spool.engine.kv.pages import PagePool, PageRun, PageTable
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.parallel.lead import as_tensor
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

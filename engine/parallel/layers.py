@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.parallel.ranks import Ranks
+from spool.engine.parallel.ranks import Ranks
 
 
 class SummedLayer(nn.Module):

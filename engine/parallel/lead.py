@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from engine.attention.backends import AttentionForm
-from engine.errors import one_line
-from engine.kv.groups import windows_of
-from engine.kv.kv_store import KvStore
-from engine.kv.pages import PagePool
-from engine.parallel.ranks import Ranks
-from engine.passes.layout import BatchedSequence
+from spool.engine.attention.backends import AttentionForm
+from spool.engine.errors import one_line
+from spool.engine.kv.groups import windows_of
+from spool.engine.kv.kv_store import KvStore
+from spool.engine.kv.pages import PagePool
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.passes.layout import BatchedSequence
 
 Broken = Callable[[str], None]
 """Called where the ranks cannot go on together, with the reason; does not return."""

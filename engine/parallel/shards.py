@@ -10,14 +10,14 @@ import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import UnsupportedModelError
-from engine.layers.families import FAMILIES
-from engine.layers.linear import summed_parts
-from engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
-from engine.parallel.heads import heads_of_a_rank
-from engine.parallel.layers import connect_layers
-from engine.parallel.ranks import Ranks
-from engine.quantization.weights import INPUT_MULTIPLE, QuantizedWeight, Weight
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.layers.families import FAMILIES
+from spool.engine.layers.linear import summed_parts
+from spool.engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
+from spool.engine.parallel.heads import heads_of_a_rank
+from spool.engine.parallel.layers import connect_layers
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.quantization.weights import INPUT_MULTIPLE, QuantizedWeight, Weight
 
 # Linear layers by their names.
 _KEYS_AND_VALUES = ("k_proj", "v_proj")

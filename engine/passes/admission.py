@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.kv.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import RowOutcome
+from spool.engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from spool.engine.steps import RowOutcome
 
 
 @contextmanager

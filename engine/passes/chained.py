@@ -11,14 +11,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.passes.admission import split_by_rows
-from engine.passes.device import PassClock, current, on_device
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import choose_alternatives, choose_tokens
-from engine.steps import Computing, EngineTimings, Interrupted
+from spool.engine.passes.admission import split_by_rows
+from spool.engine.passes.device import PassClock, current, on_device
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.sampler import choose_alternatives, choose_tokens
+from spool.engine.steps import Computing, EngineTimings, Interrupted
 
 GoesOn = Callable[[int, int], bool]
 """Of a sequence's place and the number of tokens chosen for it: whether it feeds the last one and wants another, for

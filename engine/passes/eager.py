@@ -9,12 +9,12 @@ from itertools import chain
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend
-from engine.attention.paged_step import GroupStep, PagedStep
-from engine.cpu.fused_layers import KernelDecoder
-from engine.kv.paged_kv import PagedKv
-from engine.passes.device import on_device
-from engine.passes.layout import Forward, PreparedPass, TokenBatch
+from spool.engine.attention.backends import AttentionBackend
+from spool.engine.attention.paged_step import GroupStep, PagedStep
+from spool.engine.cpu.fused_layers import KernelDecoder
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.passes.device import on_device
+from spool.engine.passes.layout import Forward, PreparedPass, TokenBatch
 
 
 class EagerPasses:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cpu.fused_layers import KernelDecoder
+from spool.engine.cpu.fused_layers import KernelDecoder
 
 
 class Features:

@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, Span
-from engine.attention.paged_step import GroupStep, PagedStep
-from engine.kv.paged_kv import PagedKv
-from engine.passes.device import current, host_buffer
-from engine.passes.layout import Forward, PreparedPass, TokenBatch
-from engine.passes.page_lists import PageLists
+from spool.engine.attention.backends import AttentionBackend, AttentionPlan, Span
+from spool.engine.attention.paged_step import GroupStep, PagedStep
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.passes.device import current, host_buffer
+from spool.engine.passes.layout import Forward, PreparedPass, TokenBatch
+from spool.engine.passes.page_lists import PageLists
 
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Callable[[], None]]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backends import Span
-from engine.attention.paged_step import PagedStep
-from engine.kv.paged_kv import PagedKv
-from engine.kv.pages import PageTable
+from spool.engine.attention.backends import Span
+from spool.engine.attention.paged_step import PagedStep
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.kv.pages import PageTable
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
 """What a pass computes: of tokens, positions and the rows that want logits, int64 on the device, logits

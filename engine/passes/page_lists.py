@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.backends import Span, tile_pages
-from engine.passes.device import pinned
+from spool.engine.attention.backends import Span, tile_pages
+from spool.engine.passes.device import pinned
 
 
 class PageLists:

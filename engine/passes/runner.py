@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend
-from engine.kv.paged_kv import PagedKv
-from engine.kv.pages import PagePool, PageTable
-from engine.models.memory_plan import MAX_LOGITS_ROWS
-from engine.parallel.lead import Lead
-from engine.passes.device import PassClock, current, is_lost
-from engine.passes.eager import EagerPasses, forward
-from engine.passes.graphed import GraphedPasses
-from engine.passes.layout import BatchedSequence, TokenBatch
-from engine.passes.solo import SoloPasses
-from engine.steps import Computing, EngineTimings, no_callback
+from spool.engine.attention.backends import AttentionBackend
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models.memory_plan import MAX_LOGITS_ROWS
+from spool.engine.parallel.lead import Lead
+from spool.engine.passes.device import PassClock, current, is_lost
+from spool.engine.passes.eager import EagerPasses, forward
+from spool.engine.passes.graphed import GraphedPasses
+from spool.engine.passes.layout import BatchedSequence, TokenBatch
+from spool.engine.passes.solo import SoloPasses
+from spool.engine.steps import Computing, EngineTimings, no_callback
 
 
 @dataclass(slots=True)

@@ -24,10 +24,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from engine.attention.backends import AttentionPlan, Span
-from engine.errors import UnsupportedModelError, one_line
-from engine.kv.paged_kv import PagedKv
-from engine.passes.layout import PreparedPass, TokenBatch
+from spool.engine.attention.backends import AttentionPlan, Span
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.passes.layout import PreparedPass, TokenBatch
 
 _LAYERS = {
     DynamicLayer,

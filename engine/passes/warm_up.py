@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from engine.description import EngineDescription
-from engine.errors import one_line
-from engine.kv.pages import PagePool, PageTable
-from engine.models.source import Progress
-from engine.passes.graph_sizes import graphed_row_counts
-from engine.passes.graphed import GraphedPasses
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
+from spool.engine.description import EngineDescription
+from spool.engine.errors import one_line
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models.source import Progress
+from spool.engine.passes.graph_sizes import graphed_row_counts
+from spool.engine.passes.graphed import GraphedPasses
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from engine.errors import UnsupportedModelError
-from engine.leftovers import changes_nothing, is_ignored, refuse_unused
-from engine.models.weights import PLAIN_FLOATS, safetensors_files, stored_tensors
-from engine.quantization.sizes import ACTIVATION_PARTS, CODE_PARTS
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.leftovers import changes_nothing, is_ignored, refuse_unused
+from spool.engine.models.weights import PLAIN_FLOATS, safetensors_files, stored_tensors
+from spool.engine.quantization.sizes import ACTIVATION_PARTS, CODE_PARTS
+from spool.engine.quantization.weights import QuantizedWeight
 
 _FORMATS = {
     "compressed-tensors": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),

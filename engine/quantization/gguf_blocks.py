@@ -8,8 +8,8 @@ from mmap import mmap
 import numpy as np
 import torch
 
-from engine.quantization.gguf_types import TYPES
-from engine.quantization.weights import QuantizedWeight, joined_weights
+from spool.engine.quantization.gguf_types import TYPES
+from spool.engine.quantization.weights import QuantizedWeight, joined_weights
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Rows that are taken apart at a time, which bounds what lies beside the codes.

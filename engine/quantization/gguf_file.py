@@ -16,14 +16,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import UnsupportedModelError
-from engine.leftovers import listed
-from engine.quantization.gguf_types import NAMES, TYPES
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.leftovers import listed
+from spool.engine.quantization.gguf_types import NAMES, TYPES
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.quantization.weights import QuantizedWeight
+    from spool.engine.quantization.weights import QuantizedWeight
 
 VERSIONS = (2, 3)
 
@@ -80,7 +80,7 @@ class GgufFile:
 
     def read(self, name: str) -> torch.Tensor | QuantizedWeight:
         """The numbers of a tensor of `tensors`. Raises UnsupportedModelError for scales that are not finite."""
-        from engine.quantization.gguf_blocks import tensor_of_blocks
+        from spool.engine.quantization.gguf_blocks import tensor_of_blocks
 
         holder, tensor = self._holder(name), self.tensors[name]
         try:

@@ -17,10 +17,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from engine.errors import UnsupportedModelError, one_line
-from engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_keys import sampling_defaults
+from spool.engine.errors import UnsupportedModelError, one_line
+from spool.engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_keys import sampling_defaults
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",

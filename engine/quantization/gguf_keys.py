@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.errors import UnsupportedModelError
-from engine.leftovers import WAY_OUT, is_ignored
-from engine.quantization.gguf_file import GgufFile
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.leftovers import WAY_OUT, is_ignored
+from spool.engine.quantization.gguf_file import GgufFile
 
 _SAMPLING = {
     "temp": ("temperature", 0.0, 100.0),

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.errors import UnsupportedModelError
-from engine.leftovers import refuse_unused
-from engine.parallel.shards import whole_model
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_keys import check_keys
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.leftovers import refuse_unused
+from spool.engine.parallel.shards import whole_model
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_keys import check_keys
+from spool.engine.quantization.weights import QuantizedWeight
 
 MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 

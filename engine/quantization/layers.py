@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 
-from engine.quantization.weights import QuantizedWeight, joined_weights
+from spool.engine.quantization.weights import QuantizedWeight, joined_weights
 
 
 class _Quantized(nn.Module):

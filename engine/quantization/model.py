@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.models.source import weights_path
-from engine.models.weights import model_of
-from engine.parallel.layers import connect_layers
-from engine.parallel.ranks import Ranks
-from engine.parallel.shards import part_of, parts_of, whole_model
-from engine.quantization.checkpoints import checkpoint_weights, quantization_method
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_model import gguf_weights
-from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from engine.quantization.rounding import rounded
-from engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.models.source import weights_path
+from spool.engine.models.weights import model_of
+from spool.engine.parallel.layers import connect_layers
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.parallel.shards import part_of, parts_of, whole_model
+from spool.engine.quantization.checkpoints import checkpoint_weights, quantization_method
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_model import gguf_weights
+from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from spool.engine.quantization.rounding import rounded
+from spool.engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
+from spool.engine.quantization.weights import QuantizedWeight
 
 
 def open_weights(folder: Path) -> GgufFile | Path:

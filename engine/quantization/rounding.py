@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.quantization.weights import QuantizedWeight
 
 _GROUP = 32
 _MIDDLE = 128

@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import UnsupportedModelError
-from engine.models.drafting_head import is_of_mtp_layer
-from engine.models.source import weights_path
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_types import TYPES
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.drafting_head import is_of_mtp_layer
+from spool.engine.models.source import weights_path
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_types import TYPES
 
 NOT_QUANTIZED = "none"
 ROUNDED_BITS = {"int8": 8, "int4": 4}

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.sampling.logits_shaping import SMALLEST_TEMPERATURE, Change, changes_scores, score_changes
-from engine.sampling.noise import row_key
-from engine.steps import ProposeRow, VerifyRow
-from scheduler.sampling import SamplingParameters
+from spool.engine.sampling.logits_shaping import SMALLEST_TEMPERATURE, Change, changes_scores, score_changes
+from spool.engine.sampling.noise import row_key
+from spool.engine.steps import ProposeRow, VerifyRow
+from spool.scheduler.sampling import SamplingParameters
 
 
 class Draw(NamedTuple):

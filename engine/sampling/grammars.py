@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from scheduler.sampling import Grammar
+from spool.scheduler.sampling import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

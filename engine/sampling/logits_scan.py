@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from engine import ieee_math
-from engine.passes.device import on_device
-from engine.sampling.context import Draw, SamplingContext
-from engine.sampling.logits_shaping import WEIGHT_BITS, in_order, weights
-from engine.sampling.noise import noise_bits
+from spool.engine import ieee_math
+from spool.engine.passes.device import on_device
+from spool.engine.sampling.context import Draw, SamplingContext
+from spool.engine.sampling.logits_shaping import WEIGHT_BITS, in_order, weights
+from spool.engine.sampling.noise import noise_bits
 
 RACE_MARGIN = 24.0
 """Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""

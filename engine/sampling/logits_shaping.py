@@ -17,8 +17,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from engine.ieee_math import exp_of_negative
-from scheduler.sampling import SamplingParameters
+from spool.engine.ieee_math import exp_of_negative
+from spool.scheduler.sampling import SamplingParameters
 
 # Weights are whole multiples of 2^-34 of the most likely token's: 2^18 of them still add up exactly in float64.
 WEIGHT_BITS = 34

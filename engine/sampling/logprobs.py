@@ -8,9 +8,9 @@ from math import isfinite
 
 import torch
 
-from engine.passes.device import on_device
-from engine.sampling.logits_scan import LogitsScan
-from scheduler.messages import TokenLogprobs
+from spool.engine.passes.device import on_device
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.scheduler.messages import TokenLogprobs
 
 _BY_TORCH = LogitsScan()
 

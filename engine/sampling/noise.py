@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import ieee_math
+from spool.engine import ieee_math
 
 _MASK_64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.models.memory_plan import SHAPED_AT_ONCE
-from engine.passes.device import on_device
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
-from engine.sampling.logits_shaping import (
+from spool.engine.models.memory_plan import SHAPED_AT_ONCE
+from spool.engine.passes.device import on_device
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import RACE_MARGIN, LogitsScan
+from spool.engine.sampling.logits_shaping import (
     change_scores,
     deficits,
     filters_tokens,
     kept_tokens,
 )
-from engine.sampling.noise import gumbel, noise_bits, row_key
-from scheduler.sampling import SamplingParameters
+from spool.engine.sampling.noise import gumbel, noise_bits, row_key
+from spool.scheduler.sampling import SamplingParameters
 
 # Rows are taken in blocks whose scratch fits a CPU core's cache, or into what is planned for it on a GPU.
 _CPU_BLOCK_ELEMENTS = 65536

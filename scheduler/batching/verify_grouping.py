@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import assert_never
 
-from scheduler.config import Policy
-from scheduler.state.workers import Sequence
+from spool.scheduler.config import Policy
+from spool.scheduler.state.workers import Sequence
 
 
 def pick(

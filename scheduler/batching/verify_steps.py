@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.batching.verify_grouping import pick
-from scheduler.config import Policy
-from scheduler.messages import MAX_SCORED_TOKENS, Row, SendStep
-from scheduler.state.worker_records import KvEntry, Work
-from scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
-from scheduler.transitions.lifecycle import Lifecycle
+from spool.scheduler.batching.verify_grouping import pick
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import MAX_SCORED_TOKENS, Row, SendStep
+from spool.scheduler.state.worker_records import KvEntry, Work
+from spool.scheduler.state.workers import IDLE, PREFILLING, VERIFYING, Sequence, TargetWorker
+from spool.scheduler.transitions.lifecycle import Lifecycle
 
 
 class TargetPlanner:

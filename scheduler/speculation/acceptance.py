@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.speculation.cost_model import FORGET
+from spool.scheduler.speculation.cost_model import FORGET
 
 PRIOR_CHANCE = 0.7
 """The chance of a draft token before any was observed: high enough that drafting is tried."""

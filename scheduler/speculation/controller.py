@@ -10,13 +10,13 @@ from __future__ import annotations
 from itertools import islice
 from statistics import fmean
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import DraftingReport
-from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
-from scheduler.speculation.goodput import Cycle, TargetFigures, choose
-from scheduler.state.worker_records import Work
-from scheduler.state.workers import Sequence, TargetWorker
-from scheduler.statistics import Counters
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import DraftingReport
+from spool.scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
+from spool.scheduler.speculation.goodput import Cycle, TargetFigures, choose
+from spool.scheduler.state.worker_records import Work
+from spool.scheduler.state.workers import Sequence, TargetWorker
+from spool.scheduler.statistics import Counters
 
 _PROBE_EVERY = 100
 """Verify steps of a target between two probes, and between two plain steps while it drafts: about 1 % of its time.

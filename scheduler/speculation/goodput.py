@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from scheduler.speculation.acceptance import ModelAcceptance
-from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost, MeanSeconds
+from spool.scheduler.speculation.acceptance import ModelAcceptance
+from spool.scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost, MeanSeconds
 
 _WORTH_A_TRIAL = 0.9
 """Of what plain decoding yields: where as much is expected of drafting, that is tried now and then."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role, WorkerSpec
-from scheduler.speculation.acceptance import ModelAcceptance
-from scheduler.state.digests import DigestedTokens
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import Role, WorkerSpec
+from spool.scheduler.speculation.acceptance import ModelAcceptance
+from spool.scheduler.state.digests import DigestedTokens
+from spool.scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 
 _MAX_LOAD_RATIO = 1.25
 """A known prefix saves work once, for the prompt; a crowded target slows every token of the answer."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from scheduler.key_class import NOBODY, KeyClass
+from spool.scheduler.key_class import NOBODY, KeyClass
 
 _MAX_IDLE = 256
 

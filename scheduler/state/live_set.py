@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from itertools import count
 from operator import attrgetter
 
-from scheduler.key_class import KeyClass
-from scheduler.state.key_accounts import KeyAccount, KeyAccounts
-from scheduler.state.workers import Sequence
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.state.key_accounts import KeyAccount, KeyAccounts
+from spool.scheduler.state.workers import Sequence
 
 _rank = attrgetter("rank")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from scheduler.state.digests import DigestedTokens
+from spool.scheduler.state.digests import DigestedTokens
 
 
 class KnownPrefixes:

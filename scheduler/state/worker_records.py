@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.messages import DraftGrant, Row
+from spool.scheduler.messages import DraftGrant, Row
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from scheduler.config import SchedulerConfig
-from scheduler.messages import (
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import (
     DraftGrant,
     FinishReason,
     PromptScoring,
@@ -18,13 +18,13 @@ from scheduler.messages import (
     TokenLogprobs,
     WorkerSpec,
 )
-from scheduler.page_counts import PageCounts
-from scheduler.speculation.acceptance import ModelAcceptance
-from scheduler.speculation.goodput import TargetFigures
-from scheduler.state.digests import DigestedTokens
-from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.prefixes import KnownPrefixes
-from scheduler.state.worker_records import KvEntry, Step, Work
+from spool.scheduler.page_counts import PageCounts
+from spool.scheduler.speculation.acceptance import ModelAcceptance
+from spool.scheduler.speculation.goodput import TargetFigures
+from spool.scheduler.state.digests import DigestedTokens
+from spool.scheduler.state.key_accounts import KeyAccount
+from spool.scheduler.state.prefixes import KnownPrefixes
+from spool.scheduler.state.worker_records import KvEntry, Step, Work
 
 # Looked up for every row: names are faster than attributes of the enumeration.
 WAITING, PREFILLING, MOVING = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.MOVING

@@ -7,10 +7,10 @@ alone may fill it. With k keys, at most 1 + 1/2 + ... + 1/k times the limit wait
 
 from __future__ import annotations
 
-from scheduler.config import SchedulerConfig
-from scheduler.messages import RefusalCause, RefuseSequence
-from scheduler.state.live_set import WaitingQueue
-from scheduler.state.workers import Sequence
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import RefusalCause, RefuseSequence
+from spool.scheduler.state.live_set import WaitingQueue
+from spool.scheduler.state.workers import Sequence
 
 TOKENS_PER_MINUTE, MAX_WAITING = "tokens_per_minute", "max_waiting"
 MAX_QUEUED_SEQUENCES, MAX_QUEUED_TOKENS = "max_queued_sequences", "max_queued_tokens"

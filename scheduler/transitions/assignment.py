@@ -7,9 +7,9 @@ until the target gets another one.
 
 from __future__ import annotations
 
-from scheduler.messages import DraftGrant, DraftingReport
-from scheduler.state.fleet import Fleet
-from scheduler.state.workers import DraftWorker, TargetWorker
+from spool.scheduler.messages import DraftGrant, DraftingReport
+from spool.scheduler.state.fleet import Fleet
+from spool.scheduler.state.workers import DraftWorker, TargetWorker
 
 _LATE_STEPS = 3
 """A target complains when fewer than half of its proposals came in time, in this many steps in a row."""

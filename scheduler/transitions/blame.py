@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.messages import Command, SuspectSequence, Suspicion
-from scheduler.state.workers import Sequence, TargetWorker
-from scheduler.transitions.lifecycle import Lifecycle
+from spool.scheduler.messages import Command, SuspectSequence, Suspicion
+from spool.scheduler.state.workers import Sequence, TargetWorker
+from spool.scheduler.transitions.lifecycle import Lifecycle
 
 _MAX_DOUBLINGS = 20
 """More tokens than any output has."""

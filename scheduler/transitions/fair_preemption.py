@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.state.fleet import Fleet
-from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.live_set import LiveSet
-from scheduler.state.workers import Sequence, TargetWorker
+from spool.scheduler.state.fleet import Fleet
+from spool.scheduler.state.key_accounts import KeyAccount
+from spool.scheduler.state.live_set import LiveSet
+from spool.scheduler.state.workers import Sequence, TargetWorker
 
 _SHARE_RATIO = 2
 """A key gives up places only while it runs more than this many times as much for its weight as the waiting key. Above

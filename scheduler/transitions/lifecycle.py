@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.config import KvMovement, SchedulerConfig
-from scheduler.messages import (
+from spool.scheduler.config import KvMovement, SchedulerConfig
+from spool.scheduler.messages import (
     Command,
     FailSequence,
     FinishReason,
@@ -13,10 +13,10 @@ from scheduler.messages import (
     Row,
     SequenceState,
 )
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
-from scheduler.state.live_set import LiveSet
-from scheduler.state.workers import (
+from spool.scheduler.speculation.controller import Controller
+from spool.scheduler.state.fleet import Fleet
+from spool.scheduler.state.live_set import LiveSet
+from spool.scheduler.state.workers import (
     ENDED,
     IDLE,
     MOVING,
@@ -28,9 +28,9 @@ from scheduler.state.workers import (
     TargetWorker,
     change_state,
 )
-from scheduler.statistics import Counters
-from scheduler.transitions.assignment import Assignment
-from scheduler.transitions.fair_preemption import Preemption, find_preemption
+from spool.scheduler.statistics import Counters
+from spool.scheduler.transitions.assignment import Assignment
+from spool.scheduler.transitions.fair_preemption import Preemption, find_preemption
 
 MAX_MOVES_PER_TARGET = 4
 """Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from scheduler.messages import DraftingReport, EmitTokens, Row, RowResult, RowStatus, StepCompleted
-from scheduler.state.worker_records import Step
-from scheduler.state.workers import PREFILLING, VERIFYING, Sequence, TargetWorker, change_state
-from scheduler.transitions.blame import clear, suspect
-from scheduler.transitions.lifecycle import Lifecycle
+from spool.scheduler.messages import DraftingReport, EmitTokens, Row, RowResult, RowStatus, StepCompleted
+from spool.scheduler.state.worker_records import Step
+from spool.scheduler.state.workers import PREFILLING, VERIFYING, Sequence, TargetWorker, change_state
+from spool.scheduler.transitions.blame import clear, suspect
+from spool.scheduler.transitions.lifecycle import Lifecycle
 
 _OK = RowStatus.OK
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.sampling import SamplingParameters
+from spool.scheduler.sampling import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
+from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
 
 
 class SequenceFailedError(RuntimeError):

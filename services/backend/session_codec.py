@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protos import scheduler_pb2
-from scheduler.messages import EmitTokens, FinishReason, RefusalCause, SequenceRequest
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.rpc.conversion import WireEnum, from_wire
-from services.rpc.worker_codec import logprobs_from_wire, logprobs_to_wire
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, SequenceRequest
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.rpc.conversion import WireEnum, from_wire
+from spool.services.rpc.worker_codec import logprobs_from_wire, logprobs_to_wire
 
 _ENDS = WireEnum(FinishReason, scheduler_pb2.SequenceEnd, "SEQUENCE_END_")
 _CAUSES = WireEnum(RefusalCause, scheduler_pb2.RefusalCause, "REFUSAL_CAUSE_")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from pydantic import SecretStr
 
-from services.gateway.errors import ErrorKind, RequestError
-from services.gateway.settings import NamedKey
-from services.observability.request_ids import current_key_digest
+from spool.services.gateway.errors import ErrorKind, RequestError
+from spool.services.gateway.settings import NamedKey
+from spool.services.observability.request_ids import current_key_digest
 
 _SCHEME = b"bearer "
 _BASIC = b"basic "

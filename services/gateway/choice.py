@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
-from services.backend.interface import GenerationRequest
-from services.backend.sequence_stream import SequenceFailedError, SequenceStream
-from services.gateway.answers.reasoning import Reasoning, ThoughtFinder
-from services.gateway.metrics import SequenceMeter
-from services.gateway.options import GenerationOptions
-from services.gateway.stop_strings import StopStringCutter
-from services.text.incremental_decoder import IncrementalDecoder
+from spool.scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from spool.services.backend.interface import GenerationRequest
+from spool.services.backend.sequence_stream import SequenceFailedError, SequenceStream
+from spool.services.gateway.answers.reasoning import Reasoning, ThoughtFinder
+from spool.services.gateway.metrics import SequenceMeter
+from spool.services.gateway.options import GenerationOptions
+from spool.services.gateway.stop_strings import StopStringCutter
+from spool.services.text.incremental_decoder import IncrementalDecoder
 
 EndReason = Literal["stop", "length"]
 

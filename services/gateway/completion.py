@@ -14,17 +14,17 @@ from typing import Any, Self
 
 from opentelemetry.trace import Tracer
 
-from protos import worker_pb2
-from protos.scheduler_pb2 import ServedModel
-from scheduler.sampling import Grammar, SamplingParameters
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.gateway.answers.planning import answer_form, answer_structure
-from services.gateway.answers.reader import AnswerForm
-from services.gateway.api_keys import cache_scope
-from services.gateway.choice import Choice, Piece, joined
-from services.gateway.errors import ErrorKind, RequestError, invalid
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.options import (
+from spool.protos import worker_pb2
+from spool.protos.scheduler_pb2 import ServedModel
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from spool.services.gateway.answers.planning import answer_form, answer_structure
+from spool.services.gateway.answers.reader import AnswerForm
+from spool.services.gateway.api_keys import cache_scope
+from spool.services.gateway.choice import Choice, Piece, joined
+from spool.services.gateway.errors import ErrorKind, RequestError, invalid
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.options import (
     ChatPrompt,
     GenerationOptions,
     Prompt,
@@ -35,25 +35,25 @@ from services.gateway.options import (
     sampling_parameters,
     with_seed_of,
 )
-from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_alone, prepare_prompts
-from services.gateway.settings import GatewaySettings
-from services.gateway.structure import GrammarChecks, Structure
-from services.gateway.token_strings import TokenStrings
-from services.gateway.turns import KeyedThreads
-from services.observability.request_ids import (
+from spool.services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_alone, prepare_prompts
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.gateway.structure import GrammarChecks, Structure
+from spool.services.gateway.token_strings import TokenStrings
+from spool.services.gateway.turns import KeyedThreads
+from spool.services.observability.request_ids import (
     current_account,
     current_request_id,
     current_traceparent,
     note_trace,
     request_began,
 )
-from services.observability.tracing import begin_request_span, end_span, traceparent_of
-from services.receipts.fingerprint import differences, fingerprint_name
-from services.receipts.receipt import Receipt
-from services.receipts.signing import ReceiptKey
-from services.scheduler_client.remote import SchedulerClient, workers_in_use
-from services.text.incremental_decoder import IncrementalDecoder
-from services.text.tokenizer import ModelTokenizer
+from spool.services.observability.tracing import begin_request_span, end_span, traceparent_of
+from spool.services.receipts.fingerprint import differences, fingerprint_name
+from spool.services.receipts.receipt import Receipt
+from spool.services.receipts.signing import ReceiptKey
+from spool.services.scheduler_client.remote import SchedulerClient, workers_in_use
+from spool.services.text.incremental_decoder import IncrementalDecoder
+from spool.services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class CompletionEngine:
         return await self.threads.run(decode)
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
-        """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
+        """Returns once every sequence is admitted. Raises RequestError, or those of the backend."""
         span = begin_request_span(self._tracing, current_traceparent(), current_request_id())
         note_trace(traceparent_of(span))
         self.open_requests += 1

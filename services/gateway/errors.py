@@ -6,11 +6,11 @@ import logging
 import math
 from enum import Enum
 
-from scheduler.messages import RefusalCause
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.observability.request_ids import note_figures
-from services.text.chat_template import ChatTemplateError
+from spool.scheduler.messages import RefusalCause
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.observability.request_ids import note_figures
+from spool.services.text.chat_template import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Checks grammars in a process of its own: `python -m services.gateway.grammar_check FOLDER CPU_SECONDS`.
+"""Checks grammars in a process of its own: `python -m spool.services.gateway.grammar_check FOLDER CPU_SECONDS`.
 
 Each line of standard input is a JSON list of the kind, the text and the frame of a structure
 (services/gateway/structure.py); each line of standard output is a JSON object with the grammar's `definition`, with an
@@ -20,10 +20,10 @@ from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
-from engine.models.vocabulary import read_tokenizer
-from engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
-from services.gateway.schema_check import check_schemas
-from services.gateway.structure import JSON_OPTIONS
+from spool.engine.models.vocabulary import read_tokenizer
+from spool.engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
+from spool.services.gateway.schema_check import check_schemas
+from spool.services.gateway.structure import JSON_OPTIONS
 
 _MEMORY_BYTES = 256 << 20
 """For compiling one grammar, beyond what the tokens take. Two at a time fit into a pod of 3 GiB beside a gateway."""

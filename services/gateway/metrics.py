@@ -8,10 +8,10 @@ from typing import Any
 
 from prometheus_client.core import Metric as Family
 
-from services.gateway.errors import ErrorKind
-from services.observability.metric_set import Metric, MetricSet, exposition
-from services.observability.vllm_names import with_vllm_names
-from services.rpc.certificates import RenewedCertificate
+from spool.services.gateway.errors import ErrorKind
+from spool.services.observability.metric_set import Metric, MetricSet, exposition
+from spool.services.observability.vllm_names import with_vllm_names
+from spool.services.rpc.certificates import RenewedCertificate
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
-from scheduler.sampling import MAX_SEED, MAX_TOKEN_ID, SamplingParameters
-from services.gateway.answers.tools import Tool, ToolUse, check_tools
-from services.gateway.errors import invalid
-from services.gateway.settings import Limits, SamplingDefaults
-from services.gateway.structure import Structure
+from spool.scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
+from spool.scheduler.sampling import MAX_SEED, MAX_TOKEN_ID, SamplingParameters
+from spool.services.gateway.answers.tools import Tool, ToolUse, check_tools
+from spool.services.gateway.errors import invalid
+from spool.services.gateway.settings import Limits, SamplingDefaults
+from spool.services.gateway.structure import Structure
 
 # Drawn seeds are reported in JSON, and not every JSON reader keeps integers of more than 53 bits exact.
 _DRAWN_SEED_BITS = 53
@@ -70,8 +70,8 @@ class GenerationOptions:
     `priority` are handled earlier; only those with the same `cache_salt` ("": none) take over each other's KV.
     `structure` says what each choice must look like. With `as_message`, the
     answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
-    scheduler.sampling.SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
-    `top_logprobs` and `prompt_logprobs` have the meaning of services.backend.interface.GenerationRequest.
+    SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
+    `top_logprobs` and `prompt_logprobs` have the meaning of GenerationRequest.
     With `receipt`, each choice ends with one; None: as the server's settings say, where that is possible.
     `max_tokens` may be 0 where the request is about its prompt: with `echo` or `prompt_logprobs`.
     `names` maps a field to the client's name for it, where the two differ.

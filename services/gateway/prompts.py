@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protos.scheduler_pb2 import ServedModel
-from services.gateway.answers.reasoning import Reasoning, reasoning_after
-from services.gateway.errors import invalid
-from services.gateway.options import (
+from spool.protos.scheduler_pb2 import ServedModel
+from spool.services.gateway.answers.reasoning import Reasoning, reasoning_after
+from spool.services.gateway.errors import invalid
+from spool.services.gateway.options import (
     ChatPrompt,
     GenerationOptions,
     Prompt,
@@ -18,11 +18,11 @@ from services.gateway.options import (
     meant,
     shown,
 )
-from services.gateway.settings import GatewaySettings
-from services.gateway.token_strings import TokenStrings
-from services.text.chat_template import ChatTemplateError
-from services.text.incremental_decoder import whole_text
-from services.text.tokenizer import ModelTokenizer
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.gateway.token_strings import TokenStrings
+from spool.services.text.chat_template import ChatTemplateError
+from spool.services.text.incremental_decoder import whole_text
+from spool.services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler.messages import MAX_PRIORITY, RefusalCause
-from services.backend.interface import GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.gateway.api_keys import cache_scope
-from services.gateway.completion import CompletionEngine
-from services.gateway.errors import invalid
-from services.observability.request_ids import current_account, current_request_id
-from services.receipts.fingerprint import differences
-from services.receipts.receipt import Receipt, ReceiptError
-from services.scheduler_client.remote_stream import RemoteStream
-from services.text.bounded_json import read_json
+from spool.scheduler.messages import MAX_PRIORITY, RefusalCause
+from spool.services.backend.interface import GenerationRequest
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.gateway.api_keys import cache_scope
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.errors import invalid
+from spool.services.observability.request_ids import current_account, current_request_id
+from spool.services.receipts.fingerprint import differences
+from spool.services.receipts.receipt import Receipt, ReceiptError
+from spool.services.scheduler_client.remote_stream import RemoteStream
+from spool.services.text.bounded_json import read_json
 
 # Of the output, tokens in one step after the first. Each takes the step about as long as a sequence that decodes, for
 # which all others in the step wait.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.answers.schema_form import own_fault, reached, referenced
-from services.gateway.structure import JSON_OPTIONS
+from spool.services.gateway.answers.schema_form import own_fault, reached, referenced
+from spool.services.gateway.structure import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

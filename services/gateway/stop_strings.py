@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.answers.markers import held_length
+from spool.services.gateway.answers.markers import held_length
 
 
 class StopStringCutter:

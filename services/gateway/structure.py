@@ -18,10 +18,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
-from scheduler.sampling import MAX_GRAMMAR_BYTES
-from services.gateway.errors import ErrorKind, RequestError, invalid
-from services.gateway.turns import KeyTurns, TooManyWaitError
-from services.observability.request_ids import current_account
+from spool.scheduler.sampling import MAX_GRAMMAR_BYTES
+from spool.services.gateway.errors import ErrorKind, RequestError, invalid
+from spool.services.gateway.turns import KeyTurns, TooManyWaitError
+from spool.services.observability.request_ids import current_account
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -159,7 +159,7 @@ class GrammarChecks:
             try:
                 process = self._idle.get_nowait()
             except Empty:
-                command = [sys.executable, "-P", "-m", "services.gateway.grammar_check", str(self._folder)]
+                command = [sys.executable, "-P", "-m", "spool.services.gateway.grammar_check", str(self._folder)]
                 command.append(str(CPU_SECONDS))
                 # Ctrl-C is for the gateway, whose end is theirs.
                 return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
-from services.observability.request_ids import current_account
+from spool.services.observability.request_ids import current_account
 
 P = ParamSpec("P")
 T = TypeVar("T")

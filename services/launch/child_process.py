@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine.errors import with_remedy
-from services.rpc.backoff import Backoff
+from spool.engine.errors import with_remedy
+from spool.services.rpc.backoff import Backoff
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
@@ -42,8 +42,8 @@ class ChildProcess:
     """One process, which can be started again on the same port after it has died.
 
     `command` gives the command line for a port (0: any free one). The process reports events as
-    services.worker.process does, and stops when its standard input ends, so it never outlives its parent. Its standard
-    error goes to `log_path`.
+    `spool.services.worker.process` does, and stops when its standard input ends, so it never outlives its parent. Its
+    standard error goes to `log_path`.
     """
 
     def __init__(self, name: str, command: Callable[[int], Command], log_path: Path, on_loading: Progress) -> None:

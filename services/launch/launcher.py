@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engine.cpu.isa import AUTO
-from scheduler.messages import Role
-from services.launch.child_process import ChildGroup, ChildProcess, Command, ProcessStartError, Progress
-from services.launch.process_tuning import compute_environment
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from spool.engine.cpu.isa import AUTO
+from spool.scheduler.messages import Role
+from spool.services.launch.child_process import ChildGroup, ChildProcess, Command, ProcessStartError, Progress
+from spool.services.launch.process_tuning import compute_environment
+from spool.services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
 __all__ = ["ProcessStartError", "RunningWorker", "WorkerLaunch", "WorkerLauncher"]
 
@@ -27,7 +27,7 @@ class WorkerLaunch:
 
     `settings` go to the worker's engine as JSON (see engine/settings.py). `threads` bounds the compute threads of the
     process (0: the libraries decide). `module` is the Python module to run, which must report the same events as
-    services.worker.process. Raises ValueError naming field, value and limit.
+    spool.services.worker.process. Raises ValueError naming field, value and limit.
     """
 
     role: Role
@@ -35,7 +35,7 @@ class WorkerLaunch:
     threads: int = 0
     name: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    module: str = "services.worker.process"
+    module: str = "spool.services.worker.process"
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= 1024:

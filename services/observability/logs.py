@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import IO, Any, TextIO
 
-from services.observability.request_ids import current_key, current_request_id, current_traceparent, trace_id_of
+from spool.services.observability.request_ids import current_key, current_request_id, current_traceparent, trace_id_of
 
 # Characters of a message, of a figure, and of the end of a traceback: some of the text may be a client's.
 _MESSAGE, _FIGURE, _TRACEBACK = 4096, 256, 16384

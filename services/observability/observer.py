@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.messages import EmitTokens, RefusalCause, Role, SendStep, SequenceRequest, StepCompleted
+from spool.scheduler.messages import EmitTokens, RefusalCause, Role, SendStep, SequenceRequest, StepCompleted
 
 FAILED = "failed"
 REFUSED = "refused"

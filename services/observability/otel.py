@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, Tracer, set_span_in_context
 
-from scheduler.messages import EmitTokens, SendStep, SequenceRequest
-from services.observability.observer import SequenceEnd, ServiceObserver
-from services.observability.tracing import REQUEST_ID_ATTRIBUTE, context_of, end_span
+from spool.scheduler.messages import EmitTokens, SendStep, SequenceRequest
+from spool.services.observability.observer import SequenceEnd, ServiceObserver
+from spool.services.observability.tracing import REQUEST_ID_ATTRIBUTE, context_of, end_span
 
 CONSOLE = "console"
 """The endpoint that means standard error, a span on each line."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.core import Metric as Family
 from prometheus_client.samples import Sample
 
-from services.observability.metric_set import PREFIX
+from spool.services.observability.metric_set import PREFIX
 
 VLLM_PREFIX = "vllm:"
 

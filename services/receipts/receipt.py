@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scheduler.sampling import MAX_TOKEN_ID, Grammar, SamplingParameters
-from services.receipts.fingerprint import fingerprint_name
-from services.receipts.signing import ReceiptKey, check_signature
+from spool.scheduler.sampling import MAX_TOKEN_ID, Grammar, SamplingParameters
+from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.receipts.signing import ReceiptKey, check_signature
 
 VERSION = 1
 _HEXADECIMAL = re.compile("[0-9a-f]{16}")

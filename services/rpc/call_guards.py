@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from services.rpc.channel_security import TOKEN_METADATA_KEY, ChannelSecurity
+from spool.services.rpc.channel_security import TOKEN_METADATA_KEY, ChannelSecurity
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 

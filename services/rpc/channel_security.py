@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.rpc.bearer import KEY_FORM, is_key
-from services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
-from services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
-from services.rpc.listening import bind
+from spool.services.rpc.bearer import KEY_FORM, is_key
+from spool.services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
+from spool.services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
+from spool.services.rpc.listening import bind
 
 TOKEN_METADATA_KEY = "authorization"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from protos import worker_pb2
-from scheduler.messages import (
+from spool.protos import worker_pb2
+from spool.scheduler.messages import (
     DraftingReport,
     Role,
     Row,
@@ -16,7 +16,7 @@ from scheduler.messages import (
     TokenLogprobs,
     WorkerSpec,
 )
-from services.rpc.conversion import WireEnum, from_wire, to_wire
+from spool.services.rpc.conversion import WireEnum, from_wire, to_wire
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
 ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")

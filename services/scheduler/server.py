@@ -15,26 +15,26 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 from prometheus_client.core import Metric as Family
 
-from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from services.observability.observer import ServiceObserver
-from services.observability.vllm_names import with_vllm_names
-from services.rpc.call_guards import guards
-from services.rpc.certificates import RenewedCertificate
-from services.rpc.channel_options import SERVER_OPTIONS
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.supervision import SupervisedTask
-from services.rpc.worker_codec import ROLES
-from services.scheduler.service import SchedulerService, ServiceClosedError
-from services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
-from services.scheduler.status import WORKER_STATES, ReplicaFigures, status_of, workers_in
-from services.scheduler.telemetry.metrics import Reading
-from services.scheduler.viewer import CellViewer
-from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
-from services.scheduler.workers.worker_set import RegistryOptions
+from spool.protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from spool.services.observability.observer import ServiceObserver
+from spool.services.observability.vllm_names import with_vllm_names
+from spool.services.rpc.call_guards import guards
+from spool.services.rpc.certificates import RenewedCertificate
+from spool.services.rpc.channel_options import SERVER_OPTIONS
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.supervision import SupervisedTask
+from spool.services.rpc.worker_codec import ROLES
+from spool.services.scheduler.service import SchedulerService, ServiceClosedError
+from spool.services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
+from spool.services.scheduler.status import WORKER_STATES, ReplicaFigures, status_of, workers_in
+from spool.services.scheduler.telemetry.metrics import Reading
+from spool.services.scheduler.viewer import CellViewer
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
+from spool.services.scheduler.workers.worker_set import RegistryOptions
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = "spool.v1.Scheduler"
+SERVICE_NAME = "spool.scheduler.v1.Scheduler"
 
 _SWEEP_SECONDS = 0.5
 

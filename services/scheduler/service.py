@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from protos import worker_pb2
-from scheduler.config import SchedulerConfig
-from scheduler.core import SchedulerCore
-from scheduler.messages import (
+from spool.protos import worker_pb2
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import (
     Command,
     DraftingReport,
     EmitTokens,
@@ -40,20 +40,20 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
-from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.worker_codec import spec_from_wire
-from services.scheduler.epochs import EpochAuthority, SupersededError
-from services.scheduler.telemetry.metrics import SchedulerMetrics
-from services.scheduler.telemetry.statistics import ServiceStatistics, StatisticsSnapshot
-from services.scheduler.workers.worker_link import (
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
+from spool.services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.worker_codec import spec_from_wire
+from spool.services.scheduler.epochs import EpochAuthority, SupersededError
+from spool.services.scheduler.telemetry.metrics import SchedulerMetrics
+from spool.services.scheduler.telemetry.statistics import ServiceStatistics, StatisticsSnapshot
+from spool.services.scheduler.workers.worker_link import (
     LinkOptions,
     SchedulerFencedError,
     WorkerEndpoint,
     WorkerUnreachableError,
 )
-from services.scheduler.workers.worker_set import WorkerSet
+from spool.services.scheduler.workers.worker_set import WorkerSet
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class SchedulerService:
         traceparent: str = "",
         **fields: Any,
     ) -> SequenceStream:
-        """Enters a sequence; `fields` are others of scheduler.messages.SequenceRequest. `client_request_id` is for
+        """Enters a sequence; `fields` are others of SequenceRequest. `client_request_id` is for
         logs, `traceparent` for traces.
 
         Raises AdmissionRefusedError, or ServiceClosedError.

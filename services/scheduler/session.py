@@ -12,16 +12,16 @@ from typing import Any
 
 import grpc
 
-from protos import scheduler_pb2
-from scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, merged
-from services.backend.session_codec import request_from_wire, write_end, write_output
-from services.observability.request_ids import LONGEST_REQUEST_ID
-from services.rpc.backoff import require_positive
-from services.rpc.conversion import to_wire
-from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.scheduler.service import SchedulerService, SchedulerStoppedError, ServiceClosedError
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import AdmissionRefusedError, merged
+from spool.services.backend.session_codec import request_from_wire, write_end, write_output
+from spool.services.observability.request_ids import LONGEST_REQUEST_ID
+from spool.services.rpc.backoff import require_positive
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.scheduler.service import SchedulerService, SchedulerStoppedError, ServiceClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class GatewaySession:
 
 
 class _SessionSequence:
-    """Takes the output of one sequence for its session (services.scheduler.service.SequenceSink)."""
+    """Takes the output of one sequence for its session (spool.services.scheduler.service.SequenceSink)."""
 
     def __init__(
         self, session: GatewaySession, request_id: int, sequence_id: int, client_request_id: str, traceparent: str

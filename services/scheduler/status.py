@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.models.source import public_name
-from protos import scheduler_pb2, worker_pb2
-from scheduler.messages import Role
-from scheduler.statistics import DraftingSnapshot, Snapshot, WorkerSnapshot
-from services.rpc.conversion import WireEnum, to_wire
-from services.rpc.worker_codec import ROLES
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerLink, WorkerState
+from spool.engine.models.source import public_name
+from spool.protos import scheduler_pb2, worker_pb2
+from spool.scheduler.messages import Role
+from spool.scheduler.statistics import DraftingSnapshot, Snapshot, WorkerSnapshot
+from spool.services.rpc.conversion import WireEnum, to_wire
+from spool.services.rpc.worker_codec import ROLES
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerLink, WorkerState
 
 WORKER_STATES = WireEnum(WorkerState, scheduler_pb2.WorkerState, "WORKER_STATE_")
 

@@ -9,12 +9,12 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
-from scheduler.messages import SendStep, SequenceState, StepCompleted
-from scheduler.statistics import SequenceSnapshot
-from services.observability.observer import ServiceObserver, StepTimings
-from services.rpc.conversion import WireEnum, to_wire
-from services.scheduler.service import SchedulerService
+from spool.protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
+from spool.scheduler.messages import SendStep, SequenceState, StepCompleted
+from spool.scheduler.statistics import SequenceSnapshot
+from spool.services.observability.observer import ServiceObserver, StepTimings
+from spool.services.rpc.conversion import WireEnum, to_wire
+from spool.services.scheduler.service import SchedulerService
 
 MIN_PERIOD_SECONDS = 0.1
 MAX_PERIOD_SECONDS = 60.0

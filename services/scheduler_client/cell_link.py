@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos import scheduler_pb2
-from scheduler.messages import FinishReason, Suspicion
-from services.backend.interface import BackendUnavailableError
-from services.backend.session_codec import read_end, read_output
-from services.receipts.fingerprint import fingerprint_name
-from services.rpc.backoff import Backoff
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.conversion import from_wire
-from services.rpc.supervision import SupervisedTask
-from services.scheduler_client.cell_choice import CellState
-from services.scheduler_client.remote_stream import RemoteStream
-from services.scheduler_client.session import (
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import FinishReason, Suspicion
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.backend.session_codec import read_end, read_output
+from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.rpc.backoff import Backoff
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.conversion import from_wire
+from spool.services.rpc.supervision import SupervisedTask
+from spool.services.scheduler_client.cell_choice import CellState
+from spool.services.scheduler_client.remote_stream import RemoteStream
+from spool.services.scheduler_client.session import (
     ClientSession,
     SchedulerReplacedError,
     SessionBrokenError,

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from protos import cell_view_pb2, scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause
-from services.backend.interface import BackendUnavailableError, GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.rpc.channel_security import ChannelSecurity
-from services.scheduler_client.cell_choice import CellChoice
-from services.scheduler_client.cell_link import CellLink, ClientOptions, Resolve
-from services.scheduler_client.remote_stream import RemoteStream
+from spool.protos import cell_view_pb2, scheduler_pb2
+from spool.scheduler.messages import FinishReason, RefusalCause
+from spool.services.backend.interface import BackendUnavailableError, GenerationRequest
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.scheduler_client.cell_choice import CellChoice
+from spool.services.scheduler_client.cell_link import CellLink, ClientOptions, Resolve
+from spool.services.scheduler_client.remote_stream import RemoteStream
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class SchedulerClient:
     """The gateway's way to the schedulers, one of each cell, over a session with each.
 
     `cells` names them: each gives the address of its cell's scheduler. A sequence stays in the cell that was chosen
-    for it (services.scheduler_client.cell_choice). When that session breaks, or the cell has no target any more while
+    for it (`cell_choice`). When that session breaks, or the cell has no target any more while
     another has one, the sequence is submitted to another cell, or to the next scheduler of its own, with the tokens
     received so far. Its reader sees a pause only: the output depends on the request alone, so it goes on exactly where
     it stopped. Use `async with`, or `start` and `close`; all methods belong to one event loop.

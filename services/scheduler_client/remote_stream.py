@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from protos import scheduler_pb2
-from scheduler.messages import EmitTokens, FinishReason, Suspicion
-from services.backend.interface import DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import SequenceStream, merged
-from services.rpc.conversion import to_wire
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import EmitTokens, FinishReason, Suspicion
+from spool.services.backend.interface import DeadlineExceededError, GenerationRequest
+from spool.services.backend.sequence_stream import SequenceStream, merged
+from spool.services.rpc.conversion import to_wire
 
 
 class RemoteStream(SequenceStream):

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import grpc
 import grpc.aio
 
-from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from services.backend.interface import BackendUnavailableError
-from services.rpc.errors import rpc_reason
-from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.rpc.replies import readable
-from services.rpc.supervision import is_cancelled
+from spool.protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.rpc.errors import rpc_reason
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.rpc.replies import readable
+from spool.services.rpc.supervision import is_cancelled
 
 # Tokens of the submissions in one message; a message can hold several times as many.
 _TOKENS_PER_REQUEST = 500_000

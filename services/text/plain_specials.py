@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
-from services.text.added_tokens import changed, with_added_tokens
+from spool.services.text.added_tokens import changed, with_added_tokens
 
 # Digits pass through all filters of templates unchanged; nobody can guess these.
 _MARK, _NAME = (f"{secrets.randbelow(10**24):024}" for _ in range(2))

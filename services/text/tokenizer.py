@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from engine.errors import TokenizerError
-from engine.models.vocabulary import (
+from spool.engine.errors import TokenizerError
+from spool.engine.models.vocabulary import (
     named_tokens,
     no_tokenizer,
     read_json,
@@ -20,11 +20,11 @@ from engine.models.vocabulary import (
     vocabulary_digest,
     vocabulary_size,
 )
-from services.text.added_tokens import changed, with_added_tokens
-from services.text.chat_template import ChatTemplate, ChatTemplateError
-from services.text.incremental_decoder import IncrementalDecoder
-from services.text.plain_specials import PlainSpecials
-from services.text.token_lengths import most_characters_per_token
+from spool.services.text.added_tokens import changed, with_added_tokens
+from spool.services.text.chat_template import ChatTemplate, ChatTemplateError
+from spool.services.text.incremental_decoder import IncrementalDecoder
+from spool.services.text.plain_specials import PlainSpecials
+from spool.services.text.token_lengths import most_characters_per_token
 
 # Of several named templates, the others are for special uses.
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"

@@ -14,16 +14,16 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
-from protos import worker_pb2, worker_pb2_grpc
-from services.rpc.call_guards import guards
-from services.rpc.channel_options import MAX_MESSAGE_BYTES, WORKER_SERVER_OPTIONS
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.worker.step_streams import Steps, StepStreams
+from spool.protos import worker_pb2, worker_pb2_grpc
+from spool.services.rpc.call_guards import guards
+from spool.services.rpc.channel_options import MAX_MESSAGE_BYTES, WORKER_SERVER_OPTIONS
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.worker.step_streams import Steps, StepStreams
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = "spool.v1.Worker"
+SERVICE_NAME = "spool.worker.v1.Worker"
 _LONGEST_SECONDS = 600.0
 
 

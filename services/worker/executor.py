@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.description import EngineDescription
-from engine.drafting.proposer import Asked, Proposer, Proposers
-from engine.errors import DeviceLostError, one_line
-from engine.kv.kv_store import KvStore
-from engine.kv.pages import PagePool
-from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
-from protos import worker_pb2
-from scheduler.messages import Role, RowResult, RowStatus
-from scheduler.state.digests import EMPTY_DIGEST
-from services.rpc.conversion import to_wire
-from services.rpc.worker_codec import ROLES, answers_to_wire, report_to_wire
-from services.worker.kv_pages import KvTransfer, WrongEpochError
-from services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.proposer import Asked, Proposer, Proposers
+from spool.engine.errors import DeviceLostError, one_line
+from spool.engine.kv.kv_store import KvStore
+from spool.engine.kv.pages import PagePool
+from spool.engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
+from spool.protos import worker_pb2
+from spool.scheduler.messages import Role, RowResult, RowStatus
+from spool.scheduler.state.digests import EMPTY_DIGEST
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.worker_codec import ROLES, answers_to_wire, report_to_wire
+from spool.services.worker.kv_pages import KvTransfer, WrongEpochError
+from spool.services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, NoReturn
 
-from engine.settings import EngineSettings
-from services.worker.ending import end_process
+from spool.engine.settings import EngineSettings
+from spool.services.worker.ending import end_process
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Gang:
         arguments += ["--folder", self._folder.name, "--parent", str(os.getpid())]
         return subprocess.Popen(
             # -P: a folder named `services` in the current directory must not shadow this package.
-            [sys.executable, "-P", "-m", "services.worker.rank", *arguments],
+            [sys.executable, "-P", "-m", "spool.services.worker.rank", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

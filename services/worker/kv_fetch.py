@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from protos import worker_pb2, worker_pb2_grpc
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.errors import rpc_details
-from services.rpc.replies import readable
-from services.worker.kv_pages import KvTransfer, KvTransferError
-from services.worker.sequences import WorkerSequence
+from spool.protos import worker_pb2, worker_pb2_grpc
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.errors import rpc_details
+from spool.services.rpc.replies import readable
+from spool.services.worker.kv_pages import KvTransfer, KvTransferError
+from spool.services.worker.sequences import WorkerSequence
 
 
 class OnThread(Protocol):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from engine.kv.kv_store import KvStore, PageLayout
-from protos import worker_pb2
-from scheduler.messages import RowStatus
-from services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences, open_sequence
+from spool.engine.kv.kv_store import KvStore, PageLayout
+from spool.protos import worker_pb2
+from spool.scheduler.messages import RowStatus
+from spool.services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences, open_sequence
 
 # At most so much KV is read or written between two steps; the next step waits meanwhile.
 _BYTES_AT_ONCE = 32 << 20

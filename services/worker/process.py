@@ -1,4 +1,4 @@
-"""The process of one worker: `python -m services.worker.process --role target --settings '{"model": "..."}'`.
+"""The process of one worker: `python -m spool.services.worker.process --role target --settings '{"model": "..."}'`.
 
 The process reports to the launcher in JSON lines on its standard output:
 
@@ -29,29 +29,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.cpu.threads import keep_threads_apart
-from engine.drafting.model_drafting import Draft
-from engine.drafting.proposer import Lookup, Proposer, Proposers
-from engine.errors import one_line
-from engine.settings import EngineSettings
-from protos import worker_pb2
-from scheduler.messages import Role
-from services.launch.process_tuning import importing, keep_loaded_objects
-from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.rpc.conversion import to_wire
-from services.rpc.worker_codec import ROLES
-from services.scheduler.workers.pairing import check_pairing
-from services.worker.base_server import BaseWorkerServer, step_thread
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-from services.worker.ending import end_process
-from services.worker.executor import StepExecutor
-from services.worker.gang import Gang
-from services.worker.server import WorkerServer
+from spool.engine.cpu.threads import keep_threads_apart
+from spool.engine.drafting.model_drafting import Draft
+from spool.engine.drafting.proposer import Lookup, Proposer, Proposers
+from spool.engine.errors import one_line
+from spool.engine.settings import EngineSettings
+from spool.protos import worker_pb2
+from spool.scheduler.messages import Role
+from spool.services.launch.process_tuning import importing, keep_loaded_objects
+from spool.services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.worker_codec import ROLES
+from spool.services.scheduler.workers.pairing import check_pairing
+from spool.services.worker.base_server import BaseWorkerServer, step_thread
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.server import DraftServer
+from spool.services.worker.ending import end_process
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.gang import Gang
+from spool.services.worker.server import WorkerServer
 
 if TYPE_CHECKING:
-    from engine.drafting.model_draft import DraftEngine
-    from engine.target import TargetEngine
+    from spool.engine.drafting.model_draft import DraftEngine
+    from spool.engine.target import TargetEngine
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class WorkerArguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
-    parser = argparse.ArgumentParser(prog="services.worker.process", description="Runs one draft or target worker.")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--role", required=True, choices=[role.value for role in Role])
     parser.add_argument("--settings", default="{}", help="settings of the engine, a JSON object")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")
@@ -195,7 +195,7 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     settings = EngineSettings.from_plain(arguments.settings)
     keep_threads_apart(settings)
     with importing():
-        from engine.models.loading import load_target_engine
+        from spool.engine.models.loading import load_target_engine
     gang = Gang(settings) if settings.tensor_parallel_size > 1 else None
     engine = load_target_engine(settings, progress, None if gang is None else gang.start)
     if gang is not None:
@@ -218,8 +218,8 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
 
 def _load_inside(engine: TargetEngine, settings: EngineSettings, progress: Progress) -> Proposer:
     """A draft that runs in the process of its target. Raises ValueError where it does not fit."""
-    from engine.drafting.inside_target import InsideDrafting
-    from engine.drafting.model_drafting import ModelDrafting
+    from spool.engine.drafting.inside_target import InsideDrafting
+    from spool.engine.drafting.model_drafting import ModelDrafting
 
     draft = load_draft(settings, progress)
     found = [
@@ -237,7 +237,7 @@ def load_draft(settings: EngineSettings, progress: Progress) -> DraftEngine:
         raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
     keep_threads_apart(settings)
     with importing():
-        from engine.models.loading import load_draft_engine
+        from spool.engine.models.loading import load_draft_engine
     return load_draft_engine(settings, progress)
 
 

@@ -7,10 +7,10 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.errors import DeviceLostError
-from protos import worker_pb2
-from services.worker.ending import end_process
-from services.worker.executor import Reply, StepExecutor
+from spool.engine.errors import DeviceLostError
+from spool.protos import worker_pb2
+from spool.services.worker.ending import end_process
+from spool.services.worker.executor import Reply, StepExecutor
 
 
 class StepQueue:

@@ -1,4 +1,4 @@
-"""The process of one of the other ranks of a worker: `python -m services.worker.rank --rank 1 --folder ...`.
+"""The process of one of the other ranks of a worker: `python -m spool.services.worker.rank --rank 1 --folder ...`.
 
 Rank 0 starts it (services/worker/gang.py). Once the model is loaded, the process sends a byte on its standard output
 every second, and the reason if it ends by itself. It ends with rank 0, and ends rank 0 where that is silent on its
@@ -17,10 +17,10 @@ import sys
 import threading
 from pathlib import Path
 
-from engine.errors import one_line
-from engine.settings import EngineSettings
-from services.launch.process_tuning import importing, keep_loaded_objects
-from services.worker.gang import LONGEST_SILENCE_SECONDS, keep_beating, watched
+from spool.engine.errors import one_line
+from spool.engine.settings import EngineSettings
+from spool.services.launch.process_tuning import importing, keep_loaded_objects
+from spool.services.worker.gang import LONGEST_SILENCE_SECONDS, keep_beating, watched
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="services.worker.rank", description="Runs a rank of a worker of several.")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--settings", type=json.loads, required=True, help="settings of the engine, a JSON object")
     parser.add_argument("--folder", type=Path, required=True, help="where the ranks find each other")
@@ -50,7 +50,7 @@ def main() -> int:
 
     try:
         with importing():
-            from engine.models.loading import run_rank
+            from spool.engine.models.loading import run_rank
         run_rank(EngineSettings.from_plain(arguments.settings), arguments.rank, arguments.folder, loaded)
     except Exception as error:
         logger.exception("the rank ends")

@@ -11,13 +11,13 @@ from typing import Self
 
 import grpc.aio
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from services.rpc.backoff import pause, require_positive
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.errors import reason_of
-from services.rpc.replies import readable
-from services.rpc.supervision import SupervisedTask
-from services.worker.base_server import BaseWorkerServer
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.services.rpc.backoff import pause, require_positive
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.errors import reason_of
+from spool.services.rpc.replies import readable
+from spool.services.rpc.supervision import SupervisedTask
+from spool.services.worker.base_server import BaseWorkerServer
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.description import EngineDescription
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.sequence import SequenceDrafting
-from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
-from engine.kv.prefix_cache import PrefixCache
-from engine.steps import VerifyRow
-from protos import worker_pb2
-from scheduler.messages import MAX_SCORED_TOKENS, PromptScoring, RowStatus
-from scheduler.sampling import SamplingParameters
-from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.rpc.conversion import from_wire
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
+from spool.engine.kv.prefix_cache import PrefixCache
+from spool.engine.steps import VerifyRow
+from spool.protos import worker_pb2
+from spool.scheduler.messages import MAX_SCORED_TOKENS, PromptScoring, RowStatus
+from spool.scheduler.sampling import SamplingParameters
+from spool.scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from spool.services.rpc.conversion import from_wire
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

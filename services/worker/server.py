@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos import worker_pb2
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.base_server import BaseWorkerServer, step_thread
-from services.worker.executor import StepExecutor
-from services.worker.kv_fetch import import_kv
-from services.worker.kv_pages import KvTransferError
-from services.worker.queue import StepQueue
+from spool.protos import worker_pb2
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.base_server import BaseWorkerServer, step_thread
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.kv_fetch import import_kv
+from spool.services.worker.kv_pages import KvTransferError
+from spool.services.worker.queue import StepQueue
 
 
 class WorkerServer(BaseWorkerServer):

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from protos import worker_pb2
+from spool.protos import worker_pb2
 
 # Limit of the steps of one stream that are read ahead of its oldest reply; further steps stay with the sender.
 _QUEUED_STEPS = 32

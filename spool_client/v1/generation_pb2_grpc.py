@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from spool_client.v1 import generation_pb2 as spool_dot_v1_dot_generation__pb2
+from spool.client.v1 import generation_pb2 as spool_dot_v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.loading import load_target_engine
-from engine.models.source import demo_chat_template
-from engine.settings import EngineSettings
-from services.gateway.settings import GatewaySettings
-from services.text.tokenizer import ModelTokenizer
+from spool.engine.models.loading import load_target_engine
+from spool.engine.models.source import demo_chat_template
+from spool.engine.settings import EngineSettings
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.docs.documents import COMMANDS, ROOT, Command, blocks_like
 from tests.support.command_line import SPOOL, save_tokenizer
 from tests.support.gateway import Gateways, Served, running_cell, stand_in_gateways
@@ -42,7 +42,7 @@ def here(text: str, served: Served) -> str:
 
 def run(served: Served, *words: str, folder: Path = ROOT) -> str:
     """What a Python program prints."""
-    places = {"PYTHONPATH": str(ROOT), "SPOOL_URL": served.url, "SPOOL_GRPC": served.address, "SPOOL_API_KEY": "none"}
+    places = {"SPOOL_URL": served.url, "SPOOL_GRPC": served.address, "SPOOL_API_KEY": "none"}
     places["PATH"] = os.pathsep.join([str(SPOOL.parent), os.environ["PATH"]])
     command = [sys.executable, *words]
     done = subprocess.run(

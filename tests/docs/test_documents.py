@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import pytest
 import typer.main
 
-from deploy.config.loading import load_configuration
-from deploy.config.reference import reference
+from spool.deploy.config.loading import load_configuration
+from spool.deploy.config.reference import reference
 from tests.docs.documents import COMMANDS, DOCUMENTS, ROOT, Command, anchors, blocks_like, links, name_of
 
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -70,7 +70,7 @@ def run(words: tuple[str, ...], folder: Path) -> object:
             (folder / word).parent.mkdir(parents=True, exist_ok=True)
             (folder / word).touch()
     if words[0] == "spool":
-        return importlib.import_module("deploy.cli.command_line").run(list(words[1:]))
+        return importlib.import_module("spool.deploy.cli.command_line").run(list(words[1:]))
     assert words[1] == "-m", words
     if words[2] == "pytest":
         return len([word for word in words if word.startswith("tests/") and not (ROOT / word).exists()])

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from engine.errors import EngineError, UnsupportedModelError
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.models.weights import stored_tensors
-from engine.parallel.ranks import join_ranks
-from engine.settings import EngineSettings
+from spool.engine.errors import EngineError, UnsupportedModelError
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.models.weights import stored_tensors
+from spool.engine.parallel.ranks import join_ranks
+from spool.engine.settings import EngineSettings
 from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import tiny_model

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine.demo import build as demo
-from engine.demo.build import DemoBuildError, build_demo_models
-from engine.models.reference import transformers_model
-from scheduler.messages import Role
+from spool.engine.demo import build as demo
+from spool.engine.demo.build import DemoBuildError, build_demo_models
+from spool.engine.models.reference import transformers_model
+from spool.scheduler.messages import Role
 from tests.support import demo_builds
 from tests.support.waiting import LONG
 
@@ -60,7 +60,7 @@ def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path], model: Pre
 @pytest.mark.slow
 def test_a_build_needs_nothing_that_only_tests_need(folders: dict[Role, Path], tmp_path: Path) -> None:
     """transformers would read the target's file with the package gguf."""
-    program = "import sys; sys.modules['gguf'] = None; from engine.demo.convert import main; main(sys.argv[1:])"
+    program = "import sys; sys.modules['gguf'] = None; from spool.engine.demo.convert import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", program, str(folders[Role.TARGET]), str(tmp_path)]
     subprocess.run(command, check=True)
     built, again = (folder / "model.safetensors" for folder in (folders[Role.DRAFT], tmp_path))

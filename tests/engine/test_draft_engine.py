@@ -14,20 +14,20 @@ import torch
 from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.drafting.model_draft import DraftEngine
-from engine.drafting.prompt_lookup import TokenPlaces
-from engine.errors import DraftVocabularyError, TokenizerError
-from engine.kv.pages import PageTable
-from engine.models import loading
-from engine.models.draft_vocabulary import FILE_NAME
-from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
-from engine.sampling.context import SamplingContext
-from engine.sampling.sampler import sample_tokens
-from engine.settings import EngineSettings
-from engine.steps import ProposeRow, RowOutcome
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.sampling import SamplingParameters
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.errors import DraftVocabularyError, TokenizerError
+from spool.engine.kv.pages import PageTable
+from spool.engine.models import loading
+from spool.engine.models.draft_vocabulary import FILE_NAME
+from spool.engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.sampler import sample_tokens
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import ProposeRow, RowOutcome
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.command_line import CHARACTERS, save_tokenizer
 from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.renumbered import save_renumbered

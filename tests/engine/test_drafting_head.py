@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from engine.drafting.head import DraftingHead
-from engine.drafting.head_passes import HeadPasses
-from engine.drafting.proposer import Proposer
-from engine.drafting.sequence import SequenceDrafting
-from engine.errors import UnsupportedModelError
-from engine.kv.pages import PagePool, PageTable
-from engine.models import loading
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.passes.graphed import GraphedPasses
-from engine.sampling.noise import gumbel, row_key
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import SamplingParameters
-from scheduler.state.digests import DigestedTokens
-from services.worker.executor import StepExecutor
+from spool.engine.drafting.head import DraftingHead
+from spool.engine.drafting.head_passes import HeadPasses
+from spool.engine.drafting.proposer import Proposer
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models import loading
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.passes.graphed import GraphedPasses
+from spool.engine.sampling.noise import gumbel, row_key
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.sampling import SamplingParameters
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.worker.executor import StepExecutor
 from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.decoding import generated
 from tests.support.eagle_heads import ReferenceEagle, head_config, head_tensors, save_head

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.errors import UnsupportedModelError
-from engine.exactness.calibration_cache import read_calibration
-from engine.kv.pages import PageTable
-from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine, target_engine_of
-from engine.models.source import cache_folder
-from engine.settings import EngineSettings
-from engine.steps import ProposeRow, VerifyRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.exactness.calibration_cache import read_calibration
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine, target_engine_of
+from spool.engine.models.source import cache_folder
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import ProposeRow, VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.decoding import decoded
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 
@@ -158,7 +158,7 @@ def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.
     stored = read_calibration(file)
     assert stored is not None
     assert stored.shapes.row_counts == first.description.exact_row_counts
-    monkeypatch.setattr("engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
+    monkeypatch.setattr("spool.engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
     assert load(folder, exact=True).description == first.description
     file.write_text('{"shapes": {}}')
     assert read_calibration(file) is None

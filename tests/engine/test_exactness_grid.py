@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.cpu.isa import AUTO
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import SamplingParameters
+from spool.engine.cpu.isa import AUTO
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.tiny_models import SPARSE, TORCH_SHAPE, VOCABULARY, WINDOWED, save_tiny_pair

@@ -12,15 +12,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import UnsupportedModelError
-from engine.kv.pages import PageTable
-from engine.models.compatibility import check_config
-from engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.compatibility import check_config
+from spool.engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.decoding import decoded, generated
 
 VOCABULARY = 96

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cpu.isa import available_isas
-from engine.errors import UnsupportedModelError
-from engine.exactness.fingerprint import folder_parts
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
+from spool.engine.cpu.isa import available_isas
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.exactness.fingerprint import folder_parts
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
 from tests.support.tiny_models import TORCH_SHAPE, save_tiny_pair
 
 SETTINGS = {"threads": 1, "page_size": 16, "kv_pages": 8, "max_num_batched_tokens": 96}

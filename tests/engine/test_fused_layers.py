@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME, PagedStep
-from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
-from engine.cpu.linear import KernelLinear
-from engine.kv.pages import PagePool
-from engine.layers import families
-from engine.layers.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
+from spool.engine.attention.paged_step import ATTENTION_NAME, PagedStep
+from spool.engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
+from spool.engine.cpu.linear import KernelLinear
+from spool.engine.kv.pages import PagePool
+from spool.engine.layers import families
+from spool.engine.layers.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import paged_logits
 from tests.support.tiny_models import CONFIGS, VOCABULARY, tiny_model

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.drafting.model_draft import DraftEngine
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from engine.target import TargetEngine
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import FinishReason, SequenceRequest
-from scheduler.sampling import SamplingParameters
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.target import TargetEngine
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import FinishReason, SequenceRequest
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import generated
 from tests.support.in_process import Output, executor_of, run_in_process

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.errors import UnsupportedModelError
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
 from tests.support.decoding import decoded, generated
 from tests.support.gguf_models import SHAPE, TOKENS, Change, added, random_model, stated, write_model
 from tests.support.ranks import target_of_ranks

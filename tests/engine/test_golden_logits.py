@@ -19,17 +19,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.build import FLAGS, SOURCES, compiled_library
-from engine.cpu.isa import InstructionSet, available_isas, compiler_options
-from engine.cpu.kernels import CpuKernels
-from engine.demo.build import build_demo_models
-from engine.kv.pages import PagePool
-from engine.models.fetching import fetch_model
-from engine.models.reading import read_model
-from engine.models.source import resolve_model
-from engine.passes.runner import ModelRunner
-from engine.settings import EngineSettings
-from scheduler.messages import Role
+from spool.engine.cpu.build import FLAGS, SOURCES, compiled_library
+from spool.engine.cpu.isa import InstructionSet, available_isas, compiler_options
+from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.demo.build import build_demo_models
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.reading import read_model
+from spool.engine.models.source import resolve_model
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import paged_logits
 from tests.support.golden_models import FAMILIES, STORED, WEIGHTS, golden_folder, golden_tokens

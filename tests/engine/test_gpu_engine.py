@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.kv.pages import PageTable
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from engine.steps import ProposeRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import ProposeRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.decoding import decoded, generated
 from tests.support.tiny_models import CONFIGS, VOCABULARY, WIDE_SHAPE, save_tiny_pair
 

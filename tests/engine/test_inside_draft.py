@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.model_draft import DraftEngine
-from engine.drafting.model_drafting import Draft, ModelDrafting
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from engine.steps import Computing, Interrupted, ProposeRow, StepOutcome
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
-from services.worker.executor import StepExecutor
-from services.worker.process import WorkerArguments, load_executor
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.drafting.model_drafting import Draft, ModelDrafting
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import Computing, Interrupted, ProposeRow, StepOutcome
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.process import WorkerArguments, load_executor
 from tests.engine.test_drafting_head import Follower, requests, step_together, text
 from tests.support.decoding import generated
 from tests.support.in_process import executor_of, run_in_process

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.build import FLAGS, SOURCES
-from engine.cpu.isa import InstructionSet, available_isas, compiler_options
+from spool.engine.cpu.build import FLAGS, SOURCES
+from spool.engine.cpu.isa import InstructionSet, available_isas, compiler_options
 
 PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"
 EMULATED = PROGRAM.with_name("avx512_by_avx2.h")

@@ -11,15 +11,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda.setup import GpuPasses
-from engine.exactness.calibration import candidate_row_counts
-from engine.kv.pages import PagePool, PageTable
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.passes.warm_up import warm_up
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.exactness.calibration import candidate_row_counts
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.passes.warm_up import warm_up
 from tests.support.tiny_models import VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
 
@@ -30,8 +30,8 @@ CPU = torch.device("cpu")
 
 
 def model_on_kernels(kind: str) -> LoadedModel:
-    from engine.cuda.triton_attention import TritonBackend
-    from engine.cuda.triton_product import TritonLinear
+    from spool.engine.cuda.triton_attention import TritonBackend
+    from spool.engine.cuda.triton_product import TritonLinear
 
     model = tiny_model(kind).to(torch.float16)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -95,11 +95,11 @@ def test_a_warm_up_runs_all_row_counts_also_beyond_the_longest_sequence(longest:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     multiply_in_one_order(monkeypatch)
-    return interpreted("engine.cuda.launches")
+    return interpreted("spool.engine.cuda.launches")
 
 
 def test_what_is_made_ahead_does_not_run(kernel: ModuleType) -> None:
-    from engine.cuda.triton_product import product
+    from spool.engine.cuda.triton_product import product
 
     inputs, weight = torch.ones(3, 64).half(), torch.ones(64, 64).half()
     expected = product(inputs, weight)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bench.make_draft import HELD_OUT, Settings, Text, make_draft, read_texts
-from engine.models.draft_vocabulary import read_draft_vocabulary
-from services.text.tokenizer import ModelTokenizer
+from spool.engine.models.draft_vocabulary import read_draft_vocabulary
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import write_lines
 from tests.support.decoding import generated
 from tests.support.tiny_chat import save_tiny_chat_model

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
-from scheduler.config import SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import SamplingParameters
-from services.worker.executor import StepExecutor
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.worker.executor import StepExecutor
 from tests.support.in_process import Output, run_in_process
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.errors import UnsupportedModelError
-from engine.kv.pages import PagePool
-from engine.models.loaded_model import LoadedModel
-from engine.models.loading import load_target_engine
-from engine.models.vocabulary import Vocabulary
-from engine.quantization.model import build_model, is_quantized, moved, round_weights
-from engine.quantization.rounding import rounded
-from engine.settings import EngineSettings
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.loading import load_target_engine
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.quantization.model import build_model, is_quantized, moved, round_weights
+from spool.engine.quantization.rounding import rounded
+from spool.engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import paged_logits
 from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair

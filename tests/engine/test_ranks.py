@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.errors import UnsupportedModelError
-from engine.kv.pages import PageTable
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.parallel.shards import check_divides
-from engine.quantization.rounding import rounded
-from engine.settings import EngineSettings
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.sampling import SamplingParameters
-from services.worker.executor import StepExecutor
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PageTable
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.parallel.shards import check_divides
+from spool.engine.quantization.rounding import rounded
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.worker.executor import StepExecutor
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import generated
 from tests.support.golden_models import golden_folder, golden_tokens

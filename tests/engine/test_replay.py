@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.replay import KnownOutput, replay
-from engine.settings import EngineSettings
-from engine.steps import StepOutcome, VerifyRow
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import Grammar, SamplingParameters
-from services.gateway.grammar_check import definition
-from services.receipts.fingerprint import fingerprint_name
-from services.receipts.receipt import Receipt
-from services.worker.executor import StepExecutor
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.replay import KnownOutput, replay
+from spool.engine.settings import EngineSettings
+from spool.engine.steps import StepOutcome, VerifyRow
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.services.gateway.grammar_check import definition
+from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.receipts.receipt import Receipt
+from spool.services.worker.executor import StepExecutor
 from tests.support.command_line import Ended, save_tokenizer, spool_here, write_lines
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, executor_of, run_in_process

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.cpu.linear import prepack_linears
-from engine.errors import ExactModeUnavailableError
-from engine.exactness.calibration import calibrate, candidate_row_counts, cheapest_first
-from engine.layers.joined_layers import FusedRmsNorm, join_layers
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
-from engine.settings import EngineSettings
+from spool.engine.cpu.linear import prepack_linears
+from spool.engine.errors import ExactModeUnavailableError
+from spool.engine.exactness.calibration import calibrate, candidate_row_counts, cheapest_first
+from spool.engine.layers.joined_layers import FusedRmsNorm, join_layers
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.tiny_models import VOCABULARY, tiny_model
 

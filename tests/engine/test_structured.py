@@ -16,14 +16,14 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.sampling.noise import gumbel, row_key
-from engine.settings import EngineSettings
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import FinishReason, SequenceRequest
-from scheduler.sampling import Grammar, SamplingParameters
-from services.gateway.grammar_check import definition
-from services.worker.executor import StepExecutor
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.sampling.noise import gumbel, row_key
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import FinishReason, SequenceRequest
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.services.gateway.grammar_check import definition
+from spool.services.worker.executor import StepExecutor
 from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_chat import END, save_tiny_chat_model
 

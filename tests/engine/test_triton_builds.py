@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backends import AttentionRule, Span
-from engine.kv.paged_kv import PagedKv
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.quantization.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from tests.support.triton_builds import Build
@@ -48,7 +48,7 @@ def attention(
     quantized: bool = False,
     wide: bool = False,
 ) -> Iterator[Callable[[], object]]:
-    from engine.cuda.triton_attention import TritonBackend
+    from spool.engine.cuda.triton_attention import TritonBackend
 
     kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU, quantized)
     rows = 64 if wide else 1
@@ -78,7 +78,7 @@ def products_of(
     all_rows: tuple[int, ...],
     words: bool = False,
 ) -> Iterator[Callable[[], object]]:
-    from engine.cuda.triton_product import product_parts
+    from spool.engine.cuda.triton_product import product_parts
 
     for rows in all_rows:
         inputs = torch.empty(rows, in_features, dtype=BF16)
@@ -88,8 +88,8 @@ def products_of(
 def decoder_rows(
     architecture: int, dtype: torch.dtype, head_dim: int, hidden: int, parts: int, quantized: bool = False
 ) -> Iterator[Callable[[], object]]:
-    from engine.cuda.triton_product import Parts
-    from engine.cuda.triton_rows import add_norm, rotate_write, silu_mul
+    from spool.engine.cuda.triton_product import Parts
+    from spool.engine.cuda.triton_rows import add_norm, rotate_write, silu_mul
 
     overlap = overlapping(architecture)
 
@@ -108,9 +108,9 @@ def decoder_rows(
 def sampling(
     architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool, top_k: int = 0
 ) -> Iterator[Callable[[], object]]:
-    from engine.cuda.triton_sampling import TritonScan
-    from engine.sampling.context import SamplingContext
-    from scheduler.sampling import SamplingParameters
+    from spool.engine.cuda.triton_sampling import TritonScan
+    from spool.engine.sampling.context import SamplingContext
+    from spool.scheduler.sampling import SamplingParameters
 
     logits = torch.zeros(2, 151_936, dtype=dtype)
     token_ids = torch.arange(151_936) if some_tokens else None
@@ -126,8 +126,8 @@ def sampling(
 
 def experts(architecture: int, dtype: torch.dtype, has_bias: bool) -> Iterator[Callable[[], object]]:
     """With biases, weights are transposed."""
-    from engine.cuda.triton_experts import TritonExperts, TritonRouting
-    from engine.layers.experts import Experts
+    from spool.engine.cuda.triton_experts import TritonExperts, TritonRouting
+    from spool.engine.layers.experts import Experts
 
     gate_up, down = torch.empty(8, 2 * 768, 2048, dtype=dtype), torch.empty(8, 2048, 768, dtype=dtype)
     biases = (None, None)
@@ -238,7 +238,7 @@ def test_attention_keeps_its_numbers_in_registers(
 ) -> None:
     """Of all that it takes: heads of up to 256 dimensions, of which one to 16 are a program's, whole tiles or not, in
     16 bits, and over elements in float32 as well."""
-    from engine.cuda.triton_attention import check_fits
+    from spool.engine.cuda.triton_attention import check_fits
 
     with pytest.raises(ValueError, match="dimensions"):
         check_fits(257, dtype, quantized)
@@ -261,7 +261,7 @@ def test_wide_tiles_are_blocks_of_the_same_operations(
 ) -> None:
     """Products and reductions have the shapes and the threads that they have in a tile of one block, nothing is fused,
     and the numbers are in registers."""
-    from engine.cuda.triton_attention import takes_wide_tiles
+    from spool.engine.cuda.triton_attention import takes_wide_tiles
 
     for head_dim, group in product((32, 64, 80, 128), (1, 2, 4, 8, 16)):
         assert takes_wide_tiles((2 * group, 2, head_dim), dtype, False)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from protos import worker_pb2
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.state.digests import DigestedTokens
-from services.worker.executor import StepExecutor
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.protos import worker_pb2
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.worker.executor import StepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.decoding import generated
 from tests.support.in_process import executor_of, requests_of, run_in_process

@@ -22,9 +22,9 @@ import yaml
 from bench.chaos.application import DRAFT, SCHEDULER, TARGET, Application, LoadReport, Watcher, watching
 from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, streaming
-from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
 from tests.hosts.hosts import MACHINE, Host, Network, missing
 from tests.k8s.manifests import K8S
 from tests.support.certificates import issue

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import K8S, ROOT
 from tests.support.ports import free_ports
 from tests.support.waiting import LONG, wait_until

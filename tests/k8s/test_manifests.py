@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cluster.local_ray import own_ray_environment
-from deploy.cluster.served_state import STATE_VARIABLE, StateFolder
+from spool.deploy.cluster.local_ray import own_ray_environment
+from spool.deploy.cluster.served_state import STATE_VARIABLE, StateFolder
 from tests.k8s.manifests import (
     CELLS,
     GROUPS,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.command_line import run
-from deploy.config.loading import load_configuration
-from deploy.kubernetes.pods import pods_of
+from spool.deploy.cli.command_line import run
+from spool.deploy.config.loading import load_configuration
+from spool.deploy.kubernetes.pods import pods_of
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
 from tests.support.command_line import spool_here as spool
 from tests.support.tiny_models import save_tiny_pair

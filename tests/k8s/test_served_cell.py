@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.streams import cases
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
 from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions, relabelled
 from tests.support.command_line import spool

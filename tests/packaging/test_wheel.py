@@ -20,18 +20,17 @@ from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requi
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = [pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+FOLDERS = ("deploy", "engine", "protos", "scheduler", "services")
 DATA = ("engine/cpu/csrc", "engine/demo/assets", "services/gateway/dashboard/page")
-# They need triton and vllm, which serving on a CPU does without, and what only measurements need.
-NOT_FOR_SERVING = r"engine\.cuda\.(triton_.*|fused_decoder|launches|library_products)|bench(\..*)?"
+# They need triton, which serving on a CPU does without.
+NOT_FOR_SERVING = r"spool\.engine\.cuda\.(triton_.*|fused_decoder|launches|library_products)"
 IMPORT_ALL = f"""
 import importlib, pkgutil, re, sys
-for package in {PACKAGES}:
-    for module in pkgutil.walk_packages([f"{{sys.argv[1]}}/{{package}}"], f"{{package}}."):
-        if not re.fullmatch({NOT_FOR_SERVING!r}, module.name):
-            found = importlib.import_module(module.name).__file__
-            assert found.startswith(sys.argv[1]), found
-            print(module.name)
+for module in pkgutil.walk_packages([f"{{sys.argv[1]}}/spool"], "spool."):
+    if not re.fullmatch({NOT_FOR_SERVING!r}, module.name):
+        found = importlib.import_module(module.name).__file__
+        assert found.startswith(sys.argv[1]), found
+        print(module.name)
 """
 
 
@@ -39,10 +38,9 @@ for package in {PACKAGES}:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the sources, without what earlier builds left among them."""
     copy = tmp_path_factory.mktemp("sources") / "spool"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "support", copy / "tests" / "support")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for folder in (*FOLDERS, "bench", "tests/support"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
     return built_from(copy, tmp_path_factory.mktemp("wheel"))
 
@@ -108,20 +106,23 @@ def run(program: str, environment: Path, folder: Path, *arguments: object) -> En
 
 
 def test_the_wheel_holds_the_packages_and_their_data(members: dict[str, int]) -> None:
-    modules = {file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    protos = {file.relative_to(ROOT).as_posix() for file in (ROOT / "protos").rglob("*.proto")}
-    data = {file.relative_to(ROOT).as_posix() for name in DATA for file in (ROOT / name).iterdir() if file.is_file()}
-    data |= {"spool_client/py.typed", "spool_client/v1/generation_pb2.pyi"}
-    assert len(protos) > 2
+    modules = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    protos = list((ROOT / "protos").rglob("*.proto"))
+    data = [file for name in DATA for file in (ROOT / name).iterdir() if file.is_file()]
+    assert len(protos) > 4
     assert len(data) > 20
-    assert sorted((modules | protos | data) - members.keys()) == []
+    wanted = {f"spool/{file.relative_to(ROOT).as_posix()}" for file in (*modules, *protos, *data)}
+    assert sorted(wanted - members.keys()) == []
 
 
 def test_the_wheel_holds_nothing_else(members: dict[str, int]) -> None:
     tops = {name.split("/")[0] for name in members}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"spool"}
+    assert {name.split("/")[1] for name in members if name.startswith("spool/")} == set(FOLDERS)
     assert [name for name in members if "results" in Path(name).parts or "__pycache__" in name] == []
-    assert [name for name, size in members.items() if size > 2**20] == ["engine/demo/assets/trained_layers.safetensors"]
+    assert [name for name, size in members.items() if size > 2**20] == [
+        "spool/engine/demo/assets/trained_layers.safetensors"
+    ]
 
 
 def test_the_wheel_says_its_licences_and_its_ranges(wheel: Path) -> None:
@@ -145,13 +146,14 @@ def test_the_client_alone_needs_little(folder: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(alone) as archive:
         found = {Path(name) for name in archive.namelist() if ".dist-info" not in name}
     wanted = [*(ROOT / "spool_client").rglob("*.py"), *(ROOT / "spool_client").rglob("*.pyi")]
-    assert found == {path.relative_to(ROOT) for path in [*wanted, ROOT / "spool_client" / "py.typed"]}
+    wanted += [ROOT / "spool_client" / "py.typed"]
+    assert found == {"spool/client" / path.relative_to(ROOT / "spool_client") for path in wanted}
     environment = clean_environment(alone, ["grpcio", "protobuf"], tmp_path / "venv")
     program = """
-import sys, spool_client
-assert not {"torch", "ray", "transformers", "protos", "services"} & {name.split(".")[0] for name in sys.modules}
-client = spool_client.Client("127.0.0.1:1", retry=spool_client.RetryPolicy(attempts=1))
-client.generate(spool_client.GenerateRequest(text="a"))
+import sys
+from spool.client import Client, GenerateRequest, RetryPolicy
+assert not {"torch", "ray", "transformers"} & {name.split(".")[0] for name in sys.modules}
+Client("127.0.0.1:1", retry=RetryPolicy(attempts=1)).generate(GenerateRequest(text="a"))
 """
     ended = run("python", environment, folder, "-P", "-c", program)
     assert ended.code == 1
@@ -169,6 +171,5 @@ def test_the_commands_are_there(environment: Path, folder: Path) -> None:
     ended = run("spool", environment, folder, "--help")
     assert ended.code == 0, ended.err
     commands = re.findall(r"^[│ ]+([a-z]+) {2,}", ended.out, re.MULTILINE)
-    assert {"serve", "generate", "verify", "config", "bench"} <= set(commands)
-    for command in ("serve", "bench"):
-        assert run("spool", environment, folder, command, "--help").code == 0
+    assert {"serve", "generate", "verify", "config"} <= set(commands)
+    assert run("spool", environment, folder, "serve", "--help").code == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler_client.remote_stream import RemoteStream
+from spool.services.scheduler_client.remote_stream import RemoteStream
 from tests.sim.cell.plan import DRAFT_FAULTS, DRAFT_POISON, FAULTS, POISON, TRUNCATED, Fault, make_plan
 from tests.sim.cell.schedule import ScheduleError, ScheduleResult, run_plan, run_schedule
 

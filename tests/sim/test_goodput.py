@@ -9,10 +9,10 @@ from functools import cache
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import Role
-from services.backend.interface import GenerationRequest
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import Role
+from spool.services.backend.interface import GenerationRequest
 from tests.sim.cell.plan import DRAFT_CHANGES, OWN, Fault, Plan, RequestPlan, WorkerPlan
 from tests.sim.cell.schedule import ScheduleResult, run_plan
 

@@ -8,31 +8,31 @@ from typing import Any
 
 import pytest
 
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.proposer import Asked, LocalProposer
-from engine.kv.groups import PageGroup
-from engine.kv.pages import PagePool
-from protos import scheduler_pb2, worker_pb2
-from scheduler import core
-from scheduler.batching import verify_steps
-from scheduler.config import Policy
-from scheduler.messages import EmitTokens, SequenceRequest
-from scheduler.page_counts import PageCounts
-from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.live_set import LiveSet, WaitingQueue
-from scheduler.state.workers import Sequence, TargetWorker
-from scheduler.transitions.assignment import Assignment
-from services.scheduler import session
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_set import WorkerSet
-from services.scheduler_client.remote_stream import RemoteStream
-from services.worker import kv_pages
-from services.worker.drafting import ahead, messages
-from services.worker.drafting.mailbox import Mailbox, RemoteSequence
-from services.worker.drafting.messages import Answer
-from services.worker.drafting.service import DrafterService
-from services.worker.executor import StepExecutor
-from services.worker.sequences import WorkerSequence
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.proposer import Asked, LocalProposer
+from spool.engine.kv.groups import PageGroup
+from spool.engine.kv.pages import PagePool
+from spool.protos import scheduler_pb2, worker_pb2
+from spool.scheduler import core
+from spool.scheduler.batching import verify_steps
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import EmitTokens, SequenceRequest
+from spool.scheduler.page_counts import PageCounts
+from spool.scheduler.state.key_accounts import KeyAccount
+from spool.scheduler.state.live_set import LiveSet, WaitingQueue
+from spool.scheduler.state.workers import Sequence, TargetWorker
+from spool.scheduler.transitions.assignment import Assignment
+from spool.services.scheduler import session
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_set import WorkerSet
+from spool.services.scheduler_client.remote_stream import RemoteStream
+from spool.services.worker import kv_pages
+from spool.services.worker.drafting import ahead, messages
+from spool.services.worker.drafting.mailbox import Mailbox, RemoteSequence
+from spool.services.worker.drafting.messages import Answer
+from spool.services.worker.drafting.service import DrafterService
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.sequences import WorkerSequence
 from tests.sim.audit.books import digest_of
 from tests.sim.cell import world
 from tests.sim.cell.schedule import ScheduleError, run_schedule

@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.drafting.model_drafting import Draft
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import FinishReason, Role
-from services.backend.interface import GenerationRequest
-from services.observability.observer import ServiceObserver
-from services.rpc.channel_security import ChannelSecurity
-from services.scheduler.epochs import EpochAuthority, MemoryRegister
-from services.scheduler.server import SchedulerServer, SchedulerServerOptions
-from services.scheduler.service import SchedulerService
-from services.scheduler.session import SessionOptions
-from services.scheduler.workers.worker_link import LinkOptions
-from services.scheduler.workers.worker_set import RegistryOptions
-from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import RecoveryListener, SchedulerClient
-from services.scheduler_client.remote_stream import RemoteStream
-from services.worker.base_server import BaseWorkerServer
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-from services.worker.executor import StepExecutor, VerifyingEngine
-from services.worker.registration import RegistrationOptions, WorkerRegistration
-from services.worker.server import WorkerServer
+from spool.engine.drafting.model_drafting import Draft
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import FinishReason, Role
+from spool.services.backend.interface import GenerationRequest
+from spool.services.observability.observer import ServiceObserver
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.scheduler.epochs import EpochAuthority, MemoryRegister
+from spool.services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.session import SessionOptions
+from spool.services.scheduler.workers.worker_link import LinkOptions
+from spool.services.scheduler.workers.worker_set import RegistryOptions
+from spool.services.scheduler_client.cell_link import ClientOptions
+from spool.services.scheduler_client.remote import RecoveryListener, SchedulerClient
+from spool.services.scheduler_client.remote_stream import RemoteStream
+from spool.services.worker.base_server import BaseWorkerServer
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.server import DraftServer
+from spool.services.worker.executor import StepExecutor, VerifyingEngine
+from spool.services.worker.registration import RegistrationOptions, WorkerRegistration
+from spool.services.worker.server import WorkerServer
 from tests.support.stand_in_worker import MODEL, StandInEngine, continuation, target_executor
 from tests.support.waiting import LONG, until
 
@@ -212,7 +212,7 @@ async def all_in_use(workers: Sequence[Worker]) -> None:
 
 @dataclass
 class Heard:
-    """What became of a gateway's sessions and sequences; a services.scheduler_client.remote.RecoveryListener."""
+    """What became of a gateway's sessions and sequences; a spool.services.scheduler_client.remote.RecoveryListener."""
 
     opened: int = 0
     broken: int = 0

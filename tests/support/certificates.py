@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.channel_security import ChannelSecurity
 
 
 def issue(folder: Path, *names: str, server_name: str = "", token: str = "") -> ChannelSecurity:

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import httpx
 
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1 import generation_pb2_grpc
 from tests.support.gateway import Served
 from tests.support.waiting import LONG
 

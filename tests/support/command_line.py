@@ -18,7 +18,7 @@ from unittest.mock import patch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deploy.cli.command_line import run
+from spool.deploy.cli.command_line import run
 
 SPOOL = Path(sys.executable).with_name("spool")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"

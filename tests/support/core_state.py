@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler.core import SchedulerCore
-from scheduler.messages import Role, SequenceState
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import Role, SequenceState
 
 
 def check_state(core: SchedulerCore) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.cpu.build import CompilationError, compiler_command
-from engine.cpu.isa import AUTO, available_isas
-from engine.cpu.kernels import CpuKernels, load_cpu_kernels
+from spool.engine.cpu.build import CompilationError, compiler_command
+from spool.engine.cpu.isa import AUTO, available_isas
+from spool.engine.cpu.kernels import CpuKernels, load_cpu_kernels
 
 ISAS = tuple(isa.name for isa in available_isas())
 NEEDS_ONEDNN_BF16 = "another processor: needs AVX-512, without which oneDNN does not multiply bfloat16"

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.kv.pages import PagePool, PageTable
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.steps import VerifyRow
-from engine.target import TargetEngine
-from scheduler.sampling import SamplingParameters
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.steps import VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.sampling import SamplingParameters
 
 
 def generated(model: PreTrainedModel, prompt: Sequence[int], count: int, **options: Any) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from engine.demo import build as demo
+from spool.engine.demo import build as demo
 
 
 def build(cache: str, together: Barrier) -> None:

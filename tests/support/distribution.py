@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.sampling import SamplingParameters
+from spool.scheduler.sampling import SamplingParameters
 
 
 def distribution(

@@ -13,17 +13,17 @@ from typing import Self
 
 import grpc
 
-from engine.drafting.model_drafting import Draft
-from engine.drafting.proposer import Asked, Proposer
-from engine.drafting.sequence import SequenceDrafting
-from engine.kv.pages import PageTable
-from engine.steps import RowOutcome, VerifyRow
-from protos import draft_pb2, worker_pb2
-from scheduler.sampling import SamplingParameters
-from scheduler.state.digests import DigestedTokens
-from services.rpc.channel_security import ChannelSecurity
-from services.worker.base_server import step_thread
-from services.worker.drafting.server import DraftServer
+from spool.engine.drafting.model_drafting import Draft
+from spool.engine.drafting.proposer import Asked, Proposer
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.kv.pages import PageTable
+from spool.engine.steps import RowOutcome, VerifyRow
+from spool.protos import draft_pb2, worker_pb2
+from spool.scheduler.sampling import SamplingParameters
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.worker.base_server import step_thread
+from spool.services.worker.drafting.server import DraftServer
 
 
 @dataclass
@@ -152,7 +152,7 @@ class ScriptedDrafter:
             draft_pb2.DraftRequest.FromString,
             lambda answer: answer if isinstance(answer, bytes) else answer.SerializeToString(),
         )
-        service = grpc.method_handlers_generic_handler("spool.v1.Drafter", {"Propose": handler})
+        service = grpc.method_handlers_generic_handler("spool.draft.v1.Drafter", {"Propose": handler})
         self._server.add_generic_rpc_handlers((service,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()

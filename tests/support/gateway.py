@@ -17,16 +17,16 @@ import tokenizers
 from opentelemetry.trace import Tracer
 from tokenizers import decoders, models, pre_tokenizers
 
-from scheduler.config import SchedulerConfig
-from services.gateway.completion import CompletionEngine
-from services.gateway.grpc.server import GrpcServer
-from services.gateway.http.app import create_app
-from services.gateway.http.server import HttpServer
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
-from services.scheduler.service import SchedulerService
-from services.scheduler_client.remote import SchedulerClient
-from services.text.tokenizer import ModelTokenizer
+from spool.scheduler.config import SchedulerConfig
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.grpc.server import GrpcServer
+from spool.services.gateway.http.app import create_app
+from spool.services.gateway.http.server import HttpServer
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler_client.remote import SchedulerClient
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.cells import Cell, client, running_cell
 from tests.support.core_state import check_state
 from tests.support.stand_in_worker import MODEL, VOCABULARY

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.sampling.noise import noise_bits, top_bits
+from spool.engine.sampling.noise import noise_bits, top_bits
 from tests.support.gguf_models import TOKENS, write_model
 
 FAMILIES = ("llama", "qwen2", "qwen3")

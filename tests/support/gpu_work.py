@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.passes.graphed import Compute
+from spool.engine.passes.graphed import Compute
 
 
 class Work(TorchDispatchMode):

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.model_drafting import Draft, ModelDrafting
-from engine.drafting.proposer import Lookup, Proposer, Proposers
-from engine.target import TargetEngine
-from scheduler.config import SchedulerConfig
-from scheduler.core import SchedulerCore
-from scheduler.messages import (
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.model_drafting import Draft, ModelDrafting
+from spool.engine.drafting.proposer import Lookup, Proposer, Proposers
+from spool.engine.target import TargetEngine
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import (
     EmitTokens,
     Event,
     FailSequence,
@@ -28,9 +28,9 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from scheduler.sampling import SamplingParameters
-from services.rpc.worker_codec import results_from_wire, spec_from_wire, step_to_wire
-from services.worker.executor import StepExecutor
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.rpc.worker_codec import results_from_wire, spec_from_wire, step_to_wire
+from spool.services.worker.executor import StepExecutor
 from tests.support.core_state import check_state
 
 # Workers live on from run to run; every run is a new scheduler to them.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.observability.logs import PACKAGES
+from spool.services.observability.logs import PACKAGES
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.models import loading, reading
-from engine.models.loading import load_target_engine, run_rank
-from engine.parallel.ranks import Ranks
-from engine.settings import EngineSettings
-from engine.target import TargetEngine
+from spool.engine.models import loading, reading
+from spool.engine.models.loading import load_target_engine, run_rank
+from spool.engine.parallel.ranks import Ranks
+from spool.engine.settings import EngineSettings
+from spool.engine.target import TargetEngine
 
 # Ends the other ranks.
 _NO_ORDER = 99

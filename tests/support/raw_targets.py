@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import draft_pb2, worker_pb2
-from scheduler.state.digests import DigestedTokens
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting.frames import FRAMES_METADATA_KEY, WELCOME
+from spool.protos import draft_pb2, worker_pb2
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, WELCOME
 from tests.support.waiting import LONG
 
 Message = draft_pb2.DraftRequest | bytes

@@ -20,7 +20,7 @@ from ray._private.state import actors, state
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.cluster.client import application_state, scheduler_statuses
+from spool.deploy.cluster.client import application_state, scheduler_statuses
 
 
 def list_actors(_: str) -> list[dict[str, Any]]:

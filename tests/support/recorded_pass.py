@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.cpu.kernels import PANEL, CpuKernels, LayerPass, LayerWeights, LinearWeights, Panels
+from spool.engine.cpu.kernels import PANEL, CpuKernels, LayerPass, LayerWeights, LinearWeights, Panels
 
 _LINE = 64
 _ELEMENT = 2

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.backends import AttentionRule, Span
-from engine.kv.paged_kv import LayerKv
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.kv.paged_kv import LayerKv
 
 
 def attended(layer: LayerKv, query: Tensor, rule: AttentionRule, spans: Sequence[Span]) -> Tensor:

@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampling.context import SamplingContext
-from engine.sampling.noise import gumbel, row_key
-from scheduler.sampling import SamplingParameters
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.noise import gumbel, row_key
+from spool.scheduler.sampling import SamplingParameters
 
 # Sizes next to which code may change its ways: prefixes, buckets and chunks of scans, rows that fill a block.
 EDGES = (512, 1024, 8192)

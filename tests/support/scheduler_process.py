@@ -7,9 +7,9 @@ import json
 import sys
 import time
 
-from scheduler.config import Policy, SchedulerConfig
-from services.scheduler.server import SchedulerServer, SchedulerServerOptions
-from services.scheduler.service import SchedulerService
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from spool.services.scheduler.service import SchedulerService
 from tests.support.cells import LINKS, REGISTRY
 
 

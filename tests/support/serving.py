@@ -13,14 +13,14 @@ import yaml
 
 from bench.chaos.application import Application
 from bench.chaos.streams import Answer, Case
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import SequenceRequest
-from scheduler.sampling import Grammar, SamplingParameters
-from services.gateway.grammar_check import definition
-from services.text.tokenizer import ModelTokenizer
-from services.worker.executor import StepExecutor
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.services.gateway.grammar_check import definition
+from spool.services.text.tokenizer import ModelTokenizer
+from spool.services.worker.executor import StepExecutor
 from tests.support.changed_workers import slow_steps
 from tests.support.command_line import spool
 from tests.support.in_process import run_in_process

@@ -14,11 +14,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.description import EngineDescription
-from engine.drafting.proposer import LocalProposer, Proposers
-from engine.kv.kv_store import PageLayout
-from engine.kv.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import (
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.proposer import LocalProposer, Proposers
+from spool.engine.kv.kv_store import PageLayout
+from spool.engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from spool.engine.steps import (
     Computing,
     EngineTimings,
     Interrupted,
@@ -28,12 +28,12 @@ from engine.steps import (
     VerifyRow,
     no_callback,
 )
-from scheduler.messages import Role, TokenLogprobs
-from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-from services.worker.executor import StepExecutor
-from services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker, serving
+from spool.scheduler.messages import Role, TokenLogprobs
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.server import DraftServer
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.process import Progress, Serve, WorkerArguments, parse_arguments, run_worker, serving
 
 MODEL = "stand-in"
 VOCABULARY = 1000

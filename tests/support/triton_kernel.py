@@ -13,7 +13,7 @@ import torch
 
 
 def interpreted_attention() -> ModuleType:
-    return interpreted("engine.cuda.triton_attention")
+    return interpreted("spool.engine.cuda.triton_attention")
 
 
 def interpreted(module: str) -> ModuleType:

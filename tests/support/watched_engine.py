@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.steps import Computing, StepOutcome, VerifyRow
-from services.worker.executor import StepExecutor
+from spool.engine.steps import Computing, StepOutcome, VerifyRow
+from spool.services.worker.executor import StepExecutor
 from tests.support.waiting import LONG
 
 

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from tests.support.dependencies import DEV_LOCK, LOCK, PYPROJECT, ROOT, installed_closure, locked, requirements
 
 PROJECT = PYPROJECT["project"]
-RUNTIME = requirements(PROJECT["dependencies"])
+RUNTIME = [each for each in requirements(PROJECT["dependencies"]) if each.name != "spool-client"]
 DEV = requirements(PROJECT["optional-dependencies"]["dev"])
 BUILD = requirements(PYPROJECT["build-system"]["requires"])
 # What torch's builds with CUDA bring along, each its own exact versions.
@@ -46,6 +46,7 @@ def test_the_client_alone_has_the_versions_of_the_whole() -> None:
     assert alone["build-system"] == PYPROJECT["build-system"]
     assert all(project[name] == PROJECT[name] for name in ("version", "license", "requires-python"))
     assert {Requirement(line).name for line in project["dependencies"]} == {"grpcio", "protobuf"}
-    assert set(project["dependencies"]) <= set(PROJECT["dependencies"])
-    folders = {source.parent.relative_to(ROOT).as_posix() for source in (ROOT / "spool_client").rglob("*.py")}
-    assert {package.replace(".", "/") for package in alone["tool"]["setuptools"]["packages"]} == folders
+    assert {*project["dependencies"], f"spool-client=={project['version']}"} <= set(PROJECT["dependencies"])
+    folders = {source.parent.relative_to(ROOT).as_posix() for source in (ROOT / "spool_client").rglob("__init__.py")}
+    packages = alone["tool"]["setuptools"]["packages"]
+    assert {package.replace("spool.client", "spool_client").replace(".", "/") for package in packages} == folders

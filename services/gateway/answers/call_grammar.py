@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from services.gateway.answers.formats import MARKER, CallFormat, CallTags
-from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
-from services.gateway.answers.schema_form import referenced, value_types
-from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.structure import JSON_OPTIONS
+from spool.services.gateway.answers.formats import MARKER, CallFormat, CallTags
+from spool.services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
+from spool.services.gateway.answers.schema_form import referenced, value_types
+from spool.services.gateway.answers.tools import Tool, ToolUse
+from spool.services.gateway.structure import JSON_OPTIONS
 
 TokenId = Callable[[str], int | None]
 """The id of a token by its text; None where the vocabulary has none."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from enum import Enum, auto
 
-from services.gateway.answers.call_scanner import CallScanner
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta
-from services.gateway.answers.formats import CallFormat
-from services.gateway.answers.markers import SPACE, held_length
-from services.gateway.answers.tag_scanner import TagScanner
-from services.gateway.answers.tools import Tool
+from spool.services.gateway.answers.call_scanner import CallScanner
+from spool.services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta
+from spool.services.gateway.answers.formats import CallFormat
+from spool.services.gateway.answers.markers import SPACE, held_length
+from spool.services.gateway.answers.tag_scanner import TagScanner
+from spool.services.gateway.answers.tools import Tool
 
 _BETWEEN_CALLS = f"{SPACE},;[]"
 

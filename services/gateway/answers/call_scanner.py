@@ -7,7 +7,7 @@ from collections.abc import Container
 from enum import Enum, auto
 from typing import Any
 
-from services.gateway.answers.markers import SPACE
+from spool.services.gateway.answers.markers import SPACE
 
 _ARGUMENTS = ("arguments", "parameters")
 

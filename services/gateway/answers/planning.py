@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from services.gateway.answers.call_grammar import calls_grammar, content_grammar, free_grammar, held_fault
-from services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
-from services.gateway.answers.reader import AnswerForm
-from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
-from services.gateway.answers.tools import ToolUse
-from services.gateway.errors import invalid
-from services.gateway.options import GenerationOptions
-from services.gateway.structure import Structure
-from services.text.tokenizer import ModelTokenizer
+from spool.services.gateway.answers.call_grammar import calls_grammar, content_grammar, free_grammar, held_fault
+from spool.services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
+from spool.services.gateway.answers.reader import AnswerForm
+from spool.services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
+from spool.services.gateway.answers.tools import ToolUse
+from spool.services.gateway.errors import invalid
+from spool.services.gateway.options import GenerationOptions
+from spool.services.gateway.structure import Structure
+from spool.services.text.tokenizer import ModelTokenizer
 
 
 def answer_form(

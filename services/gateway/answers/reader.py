@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from services.gateway.answers.call_parser import ToolCallParser
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, joined
-from services.gateway.answers.formats import CallFormat
-from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter
-from services.gateway.answers.tools import Tool
+from spool.services.gateway.answers.call_parser import ToolCallParser
+from spool.services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, joined
+from spool.services.gateway.answers.formats import CallFormat
+from spool.services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter
+from spool.services.gateway.answers.tools import Tool
 
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from services.gateway.answers.deltas import AnswerDelta, ContentDelta, ReasoningDelta
-from services.gateway.answers.markers import SPACE, held_length
+from spool.services.gateway.answers.deltas import AnswerDelta, ContentDelta, ReasoningDelta
+from spool.services.gateway.answers.markers import SPACE, held_length
 
 THINK, THINK_END = "<think>", "</think>"
 

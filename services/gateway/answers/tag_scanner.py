@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from services.gateway.answers.call_scanner import Nesting
-from services.gateway.answers.formats import CallTags
-from services.gateway.answers.markers import SPACE, held_length
-from services.gateway.answers.schema_form import type_of
-from services.gateway.answers.tools import Tool
+from spool.services.gateway.answers.call_scanner import Nesting
+from spool.services.gateway.answers.formats import CallTags
+from spool.services.gateway.answers.markers import SPACE, held_length
+from spool.services.gateway.answers.schema_form import type_of
+from spool.services.gateway.answers.tools import Tool
 
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Some templates write values as Python does."""

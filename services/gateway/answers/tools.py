@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.sampling import MAX_GRAMMAR_BYTES
-from services.gateway.answers.schema_form import schema_fault, value_types
-from services.gateway.errors import invalid
+from spool.scheduler.sampling import MAX_GRAMMAR_BYTES
+from spool.services.gateway.answers.schema_form import schema_fault, value_types
+from spool.services.gateway.errors import invalid
 
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from services.gateway.settings import ConnectionLimits
+from spool.services.gateway.settings import ConnectionLimits
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.gateway.connections.acceptor import Release
-from services.gateway.errors import ErrorKind, RequestError, invalid
-from services.gateway.http.openai_errors import error_response
-from services.gateway.settings import ConnectionLimits
+from spool.services.gateway.connections.acceptor import Release
+from spool.services.gateway.errors import ErrorKind, RequestError, invalid
+from spool.services.gateway.http.openai_errors import error_response
+from spool.services.gateway.settings import ConnectionLimits
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)*")

@@ -13,12 +13,12 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.models.source import public_name
-from protos import cell_view_pb2, scheduler_pb2, worker_pb2
-from services.gateway.errors import ErrorKind, RequestError
-from services.gateway.http.event_stream import event_stream
-from services.observability.request_ids import current_account
-from services.scheduler_client.remote import SchedulerClient, workers_in_use
+from spool.engine.models.source import public_name
+from spool.protos import cell_view_pb2, scheduler_pb2, worker_pb2
+from spool.services.gateway.errors import ErrorKind, RequestError
+from spool.services.gateway.http.event_stream import event_stream
+from spool.services.observability.request_ids import current_account
+from spool.services.scheduler_client.remote import SchedulerClient, workers_in_use
 
 DASHBOARD_PATH = "/dashboard"
 
@@ -47,7 +47,7 @@ _HEADERS = {
 def dashboard_router(backend: SchedulerClient) -> APIRouter:
     """The page, the files that the page loads, and the views that the page draws."""
     router = APIRouter(prefix=DASHBOARD_PATH, include_in_schema=False)
-    folder = resources.files("services.gateway.dashboard") / "page"
+    folder = resources.files("spool.services.gateway.dashboard") / "page"
     parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.is_file()}
     watchers = Counter[str]()
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
-from services.gateway.api_keys import ApiKeys
-from services.gateway.errors import RequestError
-from services.gateway.grpc.errors import abort
-from services.gateway.metrics import GatewayMetrics
-from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in, note_key
-from services.rpc.call_guards import CallerGuard, Refusal
+from spool.services.gateway.api_keys import ApiKeys
+from spool.services.gateway.errors import RequestError
+from spool.services.gateway.grpc.errors import abort
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in, note_key
+from spool.services.rpc.call_guards import CallerGuard, Refusal
 
 
 async def begin_call(context: grpc.aio.ServicerContext) -> None:

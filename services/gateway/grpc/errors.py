@@ -7,7 +7,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from services.gateway.errors import ErrorKind, RequestError
+from spool.services.gateway.errors import ErrorKind, RequestError
 
 _CODES = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,

@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.messages import TokenLogprobs
-from services.gateway.choice import EndReason, Piece
-from services.gateway.completion import Completion, Usage
-from services.gateway.errors import invalid
-from services.gateway.options import (
+from spool.client.v1 import generation_pb2 as pb
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.gateway.choice import EndReason, Piece
+from spool.services.gateway.completion import Completion, Usage
+from spool.services.gateway.errors import invalid
+from spool.services.gateway.options import (
     ChatPrompt,
     GenerationOptions,
     Prompt,
@@ -21,10 +22,9 @@ from services.gateway.options import (
     check_length,
     options_given,
 )
-from services.gateway.settings import Limits
-from services.gateway.structure import ANY_JSON_OBJECT, Structure
-from services.gateway.token_strings import TokenStrings
-from spool_client.v1 import generation_pb2 as pb
+from spool.services.gateway.settings import Limits
+from spool.services.gateway.structure import ANY_JSON_OBJECT, Structure
+from spool.services.gateway.token_strings import TokenStrings
 
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,

@@ -13,17 +13,17 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.backend.interface import BackendUnavailableError
-from services.gateway.api_keys import ApiKeys
-from services.gateway.completion import CompletionEngine
-from services.gateway.grpc.call_start import key_guard
-from services.gateway.grpc.service import GenerationService
-from services.gateway.settings import ConnectionLimits
-from services.rpc.call_guards import MessageGuard
-from services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
-from services.rpc.channel_options import SERVER_OPTIONS
-from services.rpc.listening import bind
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.gateway.api_keys import ApiKeys
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.grpc.call_start import key_guard
+from spool.services.gateway.grpc.service import GenerationService
+from spool.services.gateway.settings import ConnectionLimits
+from spool.services.rpc.call_guards import MessageGuard
+from spool.services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
+from spool.services.rpc.channel_options import SERVER_OPTIONS
+from spool.services.rpc.listening import bind
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -15,25 +15,25 @@ from typing import TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from services.gateway.choice import Piece
-from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import ErrorKind, RequestError, note_error, request_error
-from services.gateway.grpc.call_start import begin_call
-from services.gateway.grpc.errors import abort
-from services.gateway.grpc.messages import (
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1 import generation_pb2_grpc
+from spool.services.gateway.choice import Piece
+from spool.services.gateway.completion import Completion, CompletionEngine
+from spool.services.gateway.errors import ErrorKind, RequestError, note_error, request_error
+from spool.services.gateway.grpc.call_start import begin_call
+from spool.services.gateway.grpc.errors import abort
+from spool.services.gateway.grpc.messages import (
     ChoiceMessages,
     options_from_message,
     prompt_from_message,
     text_from_message,
     usage_message,
 )
-from services.gateway.replay import replay
-from services.gateway.turns import KeyTurns
-from services.observability.request_ids import current_account, given_in, noted_figures
-from services.rpc.call_guards import refuse_malformed
-from services.rpc.channel_options import MAX_MESSAGE_BYTES
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
+from spool.services.gateway.replay import replay
+from spool.services.gateway.turns import KeyTurns
+from spool.services.observability.request_ids import current_account, given_in, noted_figures
+from spool.services.rpc.call_guards import refuse_malformed
+from spool.services.rpc.channel_options import MAX_MESSAGE_BYTES
 
 # Some clients say "no deadline" by a deadline in the far future.
 _LONGEST_SECONDS = 10 * 365 * 86400.0

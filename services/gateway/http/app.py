@@ -9,14 +9,14 @@ from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from services.gateway.api_keys import ApiKeys
-from services.gateway.completion import CompletionEngine
-from services.gateway.dashboard.routes import dashboard_router
-from services.gateway.http.generation_routes import SEED_HEADER, generation_router
-from services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
-from services.gateway.http.openai_errors import install_error_handlers
-from services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
-from services.observability.request_ids import REQUEST_ID
+from spool.services.gateway.api_keys import ApiKeys
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.dashboard.routes import dashboard_router
+from spool.services.gateway.http.generation_routes import SEED_HEADER, generation_router
+from spool.services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
+from spool.services.gateway.http.openai_errors import install_error_handlers
+from spool.services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
+from spool.services.observability.request_ids import REQUEST_ID
 
 
 def create_app(engine: CompletionEngine) -> ASGIApp:

@@ -11,12 +11,12 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from services.gateway.completion import CompletionEngine
-from services.gateway.errors import invalid
-from services.gateway.http.openai_errors import validation_error
-from services.gateway.options import check_counts, check_length
-from services.gateway.settings import Limits
-from services.text.bounded_json import check_size, read_json
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.errors import invalid
+from spool.services.gateway.http.openai_errors import validation_error
+from spool.services.gateway.options import check_counts, check_length
+from spool.services.gateway.settings import Limits
+from spool.services.text.bounded_json import check_size, read_json
 
 
 def parsing_route(engine: CompletionEngine) -> type[APIRoute]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.messages import TokenLogprobs
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
-from services.gateway.answers.reader import AnswerForm, AnswerReader
-from services.gateway.choice import Piece
-from services.gateway.completion import Completion
-from services.gateway.http.completion_builder import MIN_LOGPROB, prompt_shape, usage_shape
-from services.gateway.http.openai_requests import ChatBody
-from services.gateway.http.openai_responses import (
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from spool.services.gateway.answers.reader import AnswerForm, AnswerReader
+from spool.services.gateway.choice import Piece
+from spool.services.gateway.completion import Completion
+from spool.services.gateway.http.completion_builder import MIN_LOGPROB, prompt_shape, usage_shape
+from spool.services.gateway.http.openai_requests import ChatBody
+from spool.services.gateway.http.openai_responses import (
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -27,7 +27,7 @@ from services.gateway.http.openai_responses import (
     ToolCallDelta,
     TopLogprob,
 )
-from services.gateway.token_strings import TokenStrings
+from spool.services.gateway.token_strings import TokenStrings
 
 
 class _ChoiceReader:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.messages import TokenLogprobs
-from services.gateway.choice import Piece
-from services.gateway.completion import Completion, Usage
-from services.gateway.http.openai_requests import CompletionBody
-from services.gateway.http.openai_responses import (
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.gateway.choice import Piece
+from spool.services.gateway.completion import Completion, Usage
+from spool.services.gateway.http.openai_requests import CompletionBody
+from spool.services.gateway.http.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionShape,
@@ -19,7 +19,7 @@ from services.gateway.http.openai_responses import (
     SpoolUsage,
     UsageShape,
 )
-from services.gateway.token_strings import TokenStrings
+from spool.services.gateway.token_strings import TokenStrings
 
 # OpenAI writes this number for log probabilities that JSON cannot hold.
 MIN_LOGPROB = -9999.0

@@ -10,18 +10,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header
 from starlette.responses import Response
 
-from services.gateway.choice import Piece
-from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import note_error, request_error
-from services.gateway.http.body_parsing import parsing_route
-from services.gateway.http.chat_builder import ChatBuilder
-from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
-from services.gateway.http.event_stream import event_stream
-from services.gateway.http.openai_errors import ErrorResponse, error_body
-from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
-from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
-from services.gateway.options import Prompt
-from services.gateway.token_strings import TokenNumbers, TokenStrings
+from spool.services.gateway.choice import Piece
+from spool.services.gateway.completion import Completion, CompletionEngine
+from spool.services.gateway.errors import note_error, request_error
+from spool.services.gateway.http.body_parsing import parsing_route
+from spool.services.gateway.http.chat_builder import ChatBuilder
+from spool.services.gateway.http.completion_builder import CompletionBuilder, usage_shape
+from spool.services.gateway.http.event_stream import event_stream
+from spool.services.gateway.http.openai_errors import ErrorResponse, error_body
+from spool.services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
+from spool.services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
+from spool.services.gateway.options import Prompt
+from spool.services.gateway.token_strings import TokenNumbers, TokenStrings
 
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 SEED_HEADER = "x-spool-seed"

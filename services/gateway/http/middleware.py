@@ -13,16 +13,16 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.api_keys import ApiKeys, bearer_of_basic
-from services.gateway.dashboard.routes import DASHBOARD_PATH
-from services.gateway.errors import ErrorKind, RequestError, invalid, note_error
-from services.gateway.http.openai_errors import error_response
-from services.gateway.http.service_routes import BALANCED_PATH
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.options import shown
-from services.gateway.settings import Limits
-from services.observability.logs import shortened
-from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key, noted_figures
+from spool.services.gateway.api_keys import ApiKeys, bearer_of_basic
+from spool.services.gateway.dashboard.routes import DASHBOARD_PATH
+from spool.services.gateway.errors import ErrorKind, RequestError, invalid, note_error
+from spool.services.gateway.http.openai_errors import error_response
+from spool.services.gateway.http.service_routes import BALANCED_PATH
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.options import shown
+from spool.services.gateway.settings import Limits
+from spool.services.observability.logs import shortened
+from spool.services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key, noted_figures
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.gateway.errors import ErrorKind, RequestError, invalid, note_error, request_error
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.options import meant, shown
-from services.text.chat_template import ChatTemplateError
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.gateway.errors import ErrorKind, RequestError, invalid, note_error, request_error
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.options import meant, shown
+from spool.services.text.chat_template import ChatTemplateError
 
 
 class ErrorDetail(BaseModel):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
+from spool.services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
 
 _TEMPLATE_NAMES = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),

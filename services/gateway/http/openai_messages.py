@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_text, wrong
-from services.gateway.options import ChatRole, chat_message, shown
-from services.text.bounded_json import read_json
-from services.text.chat_template import UnparsedArguments
+from spool.services.gateway.answers.tools import Tool, ToolUse
+from spool.services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_text, wrong
+from spool.services.gateway.options import ChatRole, chat_message, shown
+from spool.services.text.bounded_json import read_json
+from spool.services.text.chat_template import UnparsedArguments
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's requests, with the fields and routes that other servers commonly add.
 
 Unknown fields are refused, as OpenAI does: an error is better than an option that silently does nothing. Forms are
-checked here; ranges are checked in services.gateway.options, for both APIs.
+checked here; ranges are checked in spool.services.gateway.options, for both APIs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from services.gateway.answers.tools import ToolUse
-from services.gateway.http.openai_fields import (
+from spool.services.gateway.answers.tools import ToolUse
+from spool.services.gateway.http.openai_fields import (
     Body,
     CacheSalt,
     CountOfTokens,
@@ -28,10 +28,17 @@ from services.gateway.http.openai_fields import (
     WholeNumber,
     wrong,
 )
-from services.gateway.http.openai_messages import Message, Messages, ToolChoice, ToolDefinitions, for_template, tool_use
-from services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
-from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, options_given, shown
-from services.gateway.structure import Structure
+from spool.services.gateway.http.openai_messages import (
+    Message,
+    Messages,
+    ToolChoice,
+    ToolDefinitions,
+    for_template,
+    tool_use,
+)
+from spool.services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
+from spool.services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, options_given, shown
+from spool.services.gateway.structure import Structure
 
 
 class SpoolOptions(Body):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from services.gateway.choice import EndReason
+from spool.services.gateway.choice import EndReason
 
 
 class SpoolUsage(BaseModel):

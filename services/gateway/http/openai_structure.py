@@ -7,8 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from services.gateway.http.openai_fields import Body, JsonSchemaObject, JsonSchemaText, PlainText, PlainTexts, wrong
-from services.gateway.structure import ANY_JSON_OBJECT, Structure
+from spool.services.gateway.http.openai_fields import (
+    Body,
+    JsonSchemaObject,
+    JsonSchemaText,
+    PlainText,
+    PlainTexts,
+    wrong,
+)
+from spool.services.gateway.structure import ANY_JSON_OBJECT, Structure
 
 
 class JsonSchema(Body):

@@ -14,13 +14,13 @@ import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.connections.acceptor import Acceptor, Release
-from services.gateway.connections.http_protocol import HttpProtocol, closing_answer
-from services.gateway.errors import ErrorKind, RequestError
-from services.gateway.http.openai_errors import error_body, error_response
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import ConnectionLimits, ListenSettings, TlsFiles
-from services.rpc.certificates import CertificateFiles, RenewedCertificate, https_context
+from spool.services.gateway.connections.acceptor import Acceptor, Release
+from spool.services.gateway.connections.http_protocol import HttpProtocol, closing_answer
+from spool.services.gateway.errors import ErrorKind, RequestError
+from spool.services.gateway.http.openai_errors import error_body, error_response
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.settings import ConnectionLimits, ListenSettings, TlsFiles
+from spool.services.rpc.certificates import CertificateFiles, RenewedCertificate, https_context
 
 _STOPPING = RequestError(ErrorKind.UNAVAILABLE, "the server stops, before the answer is complete", code="unavailable")
 _FULL = RequestError(ErrorKind.UNAVAILABLE, "too many connections are open", code="too_many_connections")

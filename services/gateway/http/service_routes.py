@@ -9,15 +9,15 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from engine.models.source import public_name
-from protos.scheduler_pb2 import ServedModel, StatusReply
-from protos.worker_pb2 import ROLE_TARGET
-from services.backend.interface import BackendUnavailableError
-from services.gateway.completion import CompletionEngine
-from services.gateway.http.body_parsing import parsing_route
-from services.gateway.http.generation_routes import ERRORS
-from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
-from services.gateway.http.openai_responses import (
+from spool.engine.models.source import public_name
+from spool.protos.scheduler_pb2 import ServedModel, StatusReply
+from spool.protos.worker_pb2 import ROLE_TARGET
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.http.body_parsing import parsing_route
+from spool.services.gateway.http.generation_routes import ERRORS
+from spool.services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
+from spool.services.gateway.http.openai_responses import (
     DetokenizeResponse,
     Load,
     ModelList,
@@ -27,9 +27,9 @@ from services.gateway.http.openai_responses import (
     Version,
     WorkerShape,
 )
-from services.observability.metric_set import CONTENT_TYPE
-from services.receipts.fingerprint import fingerprint_name
-from services.scheduler_client.remote import workers_in_use
+from spool.services.observability.metric_set import CONTENT_TYPE
+from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.scheduler_client.remote import workers_in_use
 
 DISTRIBUTION = "spool-serve"
 BALANCED_PATH = "/-/healthz"

@@ -12,13 +12,21 @@ from typing import Any
 
 from prometheus_client.core import Metric as Family
 
-from scheduler.messages import FinishReason, RefusalCause, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
-from scheduler.statistics import Snapshot, WorkerSnapshot
-from scheduler.transitions.admission_limits import LIMITS
-from services.observability.metric_set import Metric, MetricSet
-from services.observability.observer import FAILED, SequenceEnd, ServiceObserver, StepTimings
-from services.rpc.certificates import RenewedCertificate
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
+from spool.scheduler.messages import (
+    FinishReason,
+    RefusalCause,
+    Role,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    StepCompleted,
+)
+from spool.scheduler.statistics import Snapshot, WorkerSnapshot
+from spool.scheduler.transitions.admission_limits import LIMITS
+from spool.services.observability.metric_set import Metric, MetricSet
+from spool.services.observability.observer import FAILED, SequenceEnd, ServiceObserver, StepTimings
+from spool.services.rpc.certificates import RenewedCertificate
+from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 _QUEUE_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _GROUP_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scheduler.messages import EmitTokens, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
-from scheduler.statistics import Counters
-from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
+from spool.scheduler.messages import EmitTokens, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
+from spool.scheduler.statistics import Counters
+from spool.services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
 
 POSITIONS = 16
 """Positions of a proposal that are told apart; the last of them stands for all beyond."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from protos import worker_pb2
-from services.rpc.protocol_version import version_conflict
-from services.rpc.worker_codec import ROLES
+from spool.protos import worker_pb2
+from spool.services.rpc.protocol_version import version_conflict
+from spool.services.rpc.worker_codec import ROLES
 
 _SAME_ON_TARGETS = ("model_id", "dtype", "kv_cache_dtype", "quantization", "vocabulary_size")
 

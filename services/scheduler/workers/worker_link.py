@@ -16,18 +16,18 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from protos import worker_pb2, worker_pb2_grpc
-from scheduler.core import SchedulerCore
-from scheduler.messages import DraftGrant, DraftingReport, MoveKv, Role, RowResult, SendStep
-from services.observability.observer import StepTimings
-from services.rpc.backoff import Backoff, require_positive
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.conversion import from_wire
-from services.rpc.errors import rpc_details, rpc_reason
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.rpc.replies import readable
-from services.rpc.supervision import SupervisedTask, is_cancelled
-from services.rpc.worker_codec import (
+from spool.protos import worker_pb2, worker_pb2_grpc
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import DraftGrant, DraftingReport, MoveKv, Role, RowResult, SendStep
+from spool.services.observability.observer import StepTimings
+from spool.services.rpc.backoff import Backoff, require_positive
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.conversion import from_wire
+from spool.services.rpc.errors import rpc_details, rpc_reason
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.replies import readable
+from spool.services.rpc.supervision import SupervisedTask, is_cancelled
+from spool.services.rpc.worker_codec import (
     ROLES,
     opening_to_wire,
     report_from_wire,
@@ -35,8 +35,8 @@ from services.rpc.worker_codec import (
     spec_from_wire,
     step_to_wire,
 )
-from services.scheduler.workers.draft_load import DraftLoad
-from services.scheduler.workers.pairing import PairingError, check_role, check_version
+from spool.services.scheduler.workers.draft_load import DraftLoad
+from spool.services.scheduler.workers.pairing import PairingError, check_role, check_version
 
 logger = logging.getLogger(__name__)
 

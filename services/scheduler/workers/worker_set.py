@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protos import worker_pb2
-from scheduler.messages import Role
-from services.receipts.fingerprint import differences
-from services.rpc.backoff import require_positive
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.supervision import SupervisedTask
-from services.scheduler.workers.pairing import check_pairing
-from services.scheduler.workers.worker_link import (
+from spool.protos import worker_pb2
+from spool.scheduler.messages import Role
+from spool.services.receipts.fingerprint import differences
+from spool.services.rpc.backoff import require_positive
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.supervision import SupervisedTask
+from spool.services.scheduler.workers.pairing import check_pairing
+from spool.services.scheduler.workers.worker_link import (
     LinkOptions,
     SchedulerFencedError,
     WorkerEndpoint,

@@ -14,15 +14,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.drafting.model_drafting import DraftAnswer, DraftAsk, ModelDrafting
-from engine.kv.pages import PagePool
-from engine.steps import Interrupted
-from protos import draft_pb2
-from scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
-from services.worker.drafting.drafted_sequence import DraftedSequence, Guess, Path, Work
-from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_GUESSES
-from services.worker.drafting.messages import Verdict
-from services.worker.drafting.target_stream import TargetStream
+from spool.engine.drafting.model_drafting import DraftAnswer, DraftAsk, ModelDrafting
+from spool.engine.kv.pages import PagePool
+from spool.engine.steps import Interrupted
+from spool.protos import draft_pb2
+from spool.scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
+from spool.services.worker.drafting.drafted_sequence import DraftedSequence, Guess, Path, Work
+from spool.services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_GUESSES
+from spool.services.worker.drafting.messages import Verdict
+from spool.services.worker.drafting.target_stream import TargetStream
 
 _MIN_PROPOSED = 2
 """A proposal of fewer tokens is not worth the pass for the token before it."""

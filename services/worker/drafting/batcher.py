@@ -12,18 +12,18 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.model_drafting import DraftAnswer, ModelDrafting
-from engine.errors import DeviceLostError
-from engine.kv.pages import PagePool
-from protos import draft_pb2
-from scheduler.state.digests import DigestedTokens
-from services.worker.drafting.ahead import Ahead, AheadStep, ProposalsByTarget
-from services.worker.drafting.drafted_sequence import DraftedSequence, Path, Work
-from services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
-from services.worker.drafting.messages import Verdict, VerdictsOfStep
-from services.worker.drafting.target_stream import TargetStream
-from services.worker.ending import end_process
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.model_drafting import DraftAnswer, ModelDrafting
+from spool.engine.errors import DeviceLostError
+from spool.engine.kv.pages import PagePool
+from spool.protos import draft_pb2
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.worker.drafting.ahead import Ahead, AheadStep, ProposalsByTarget
+from spool.services.worker.drafting.drafted_sequence import DraftedSequence, Path, Work
+from spool.services.worker.drafting.limits import MAX_SEQUENCES, BadMessageError, check_at_most
+from spool.services.worker.drafting.messages import Verdict, VerdictsOfStep
+from spool.services.worker.drafting.target_stream import TargetStream
+from spool.services.worker.ending import end_process
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.model_drafting import DraftAnswer, DraftAsk
-from engine.kv.pages import PagePool
-from scheduler.sampling import SamplingParameters
-from scheduler.state.digests import DigestedTokens
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.model_drafting import DraftAnswer, DraftAsk
+from spool.engine.kv.pages import PagePool
+from spool.scheduler.sampling import SamplingParameters
+from spool.scheduler.state.digests import DigestedTokens
 
 
 @dataclass(slots=True, eq=False)

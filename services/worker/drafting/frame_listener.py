@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from protos import draft_pb2
-from services.worker.drafting.frames import SECRET_BYTES, WELCOME, size_of
-from services.worker.drafting.limits import MAX_STREAMS, BadMessageError
-from services.worker.drafting.target_stream import TargetStream
+from spool.protos import draft_pb2
+from spool.services.worker.drafting.frames import SECRET_BYTES, WELCOME, size_of
+from spool.services.worker.drafting.limits import MAX_STREAMS, BadMessageError
+from spool.services.worker.drafting.target_stream import TargetStream
 
 _SECRET_SECONDS = 5.0
 _CLOSING_SECONDS = 5.0

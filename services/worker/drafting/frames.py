@@ -14,8 +14,8 @@ from queue import SimpleQueue
 
 from google.protobuf.message import Message
 
-from protos import draft_pb2
-from services.worker.drafting.limits import MAX_FRAME_BYTES, check_at_most
+from spool.protos import draft_pb2
+from spool.services.worker.drafting.limits import MAX_FRAME_BYTES, check_at_most
 
 FRAMES_METADATA_KEY = "spool-frames"
 """Of the initial metadata of a call; its value is the port and the secret, in hexadecimal, with a space between."""

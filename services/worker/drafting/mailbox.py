@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.proposer import Asked
-from scheduler.messages import DraftingReport
-from scheduler.speculation.cost_model import MeanSeconds
-from services.worker.drafting.limits import MAX_GUESSES, check_at_most
-from services.worker.drafting.messages import Answer
-from services.worker.drafting.patience import Patience
+from spool.engine.drafting.proposer import Asked
+from spool.scheduler.messages import DraftingReport
+from spool.scheduler.speculation.cost_model import MeanSeconds
+from spool.services.worker.drafting.limits import MAX_GUESSES, check_at_most
+from spool.services.worker.drafting.messages import Answer
+from spool.services.worker.drafting.patience import Patience
 
 _OWING = 2
 """Draft workers in a row that the target has left while they owed an answer for a sequence, before no other one is

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from protos import draft_pb2, worker_pb2
-from scheduler.sampling import SamplingParameters
-from services.rpc.conversion import from_wire
-from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_SEQUENCES, BadMessageError, check_at_most
+from spool.protos import draft_pb2, worker_pb2
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.rpc.conversion import from_wire
+from spool.services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_SEQUENCES, BadMessageError, check_at_most
 
 
 @dataclass(slots=True)

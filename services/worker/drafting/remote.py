@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.drafting.proposer import Asked
-from engine.drafting.sequence import SequenceDrafting
-from engine.steps import RowOutcome, VerifyRow
-from protos import draft_pb2, worker_pb2
-from scheduler.messages import DraftingReport
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.conversion import to_wire
-from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_OPENED_TOKENS, MAX_SEQUENCES
-from services.worker.drafting.mailbox import Mailbox, RemoteSequence
-from services.worker.drafting.stream import DraftStream, StreamOptions
+from spool.engine.drafting.proposer import Asked
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.steps import RowOutcome, VerifyRow
+from spool.protos import draft_pb2, worker_pb2
+from spool.scheduler.messages import DraftingReport
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.conversion import to_wire
+from spool.services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_OPENED_TOKENS, MAX_SEQUENCES
+from spool.services.worker.drafting.mailbox import Mailbox, RemoteSequence
+from spool.services.worker.drafting.stream import DraftStream, StreamOptions
 
 
 @dataclass(slots=True)

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
 
-from engine.drafting.model_drafting import Draft, ModelDrafting
-from protos import draft_pb2_grpc, worker_pb2
-from scheduler.messages import Role
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.conversion import to_wire
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.rpc.worker_codec import ROLES
-from services.worker.base_server import BaseWorkerServer, step_thread
-from services.worker.drafting.batcher import Batcher
-from services.worker.drafting.limits import MAX_FRAME_BYTES
-from services.worker.drafting.service import DrafterService
-from services.worker.drafting.signs_of_life import SignsOfLife
+from spool.engine.drafting.model_drafting import Draft, ModelDrafting
+from spool.protos import draft_pb2_grpc, worker_pb2
+from spool.scheduler.messages import Role
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.worker_codec import ROLES
+from spool.services.worker.base_server import BaseWorkerServer, step_thread
+from spool.services.worker.drafting.batcher import Batcher
+from spool.services.worker.drafting.limits import MAX_FRAME_BYTES
+from spool.services.worker.drafting.service import DrafterService
+from spool.services.worker.drafting.signs_of_life import SignsOfLife
 
 
 class DraftServer(BaseWorkerServer):

@@ -11,14 +11,14 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
-from protos import draft_pb2, draft_pb2_grpc, worker_pb2
-from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.worker.drafting.batcher import Batcher
-from services.worker.drafting.frame_listener import FrameListener
-from services.worker.drafting.frames import FRAMES_METADATA_KEY, frame_of
-from services.worker.drafting.limits import MAX_STREAMS, BadMessageError, check_at_most
-from services.worker.drafting.messages import verdicts_from_wire
-from services.worker.drafting.target_stream import TargetStream
+from spool.protos import draft_pb2, draft_pb2_grpc, worker_pb2
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.worker.drafting.batcher import Batcher
+from spool.services.worker.drafting.frame_listener import FrameListener
+from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, frame_of
+from spool.services.worker.drafting.limits import MAX_STREAMS, BadMessageError, check_at_most
+from spool.services.worker.drafting.messages import verdicts_from_wire
+from spool.services.worker.drafting.target_stream import TargetStream
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from protos import worker_pb2
+from spool.protos import worker_pb2
 
 
 class SignsOfLife:

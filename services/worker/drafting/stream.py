@@ -12,14 +12,14 @@ from typing import NoReturn
 
 import grpc
 
-from protos import draft_pb2, draft_pb2_grpc, worker_pb2
-from services.rpc.backoff import require_positive
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.errors import reason_of
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting.frames import FRAMES_METADATA_KEY, FrameConnection
-from services.worker.drafting.mailbox import Mailbox
-from services.worker.drafting.messages import answers_from_wire
+from spool.protos import draft_pb2, draft_pb2_grpc, worker_pb2
+from spool.services.rpc.backoff import require_positive
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.errors import reason_of
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, FrameConnection
+from spool.services.worker.drafting.mailbox import Mailbox
+from spool.services.worker.drafting.messages import answers_from_wire
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protos import draft_pb2
-from scheduler.speculation.cost_model import MeanSeconds
-from services.worker.drafting.drafted_sequence import DraftedSequence
-from services.worker.drafting.limits import MAX_OPENED_TOKENS, BadMessageError
-from services.worker.drafting.messages import VerdictsOfStep
+from spool.protos import draft_pb2
+from spool.scheduler.speculation.cost_model import MeanSeconds
+from spool.services.worker.drafting.drafted_sequence import DraftedSequence
+from spool.services.worker.drafting.limits import MAX_OPENED_TOKENS, BadMessageError
+from spool.services.worker.drafting.messages import VerdictsOfStep
 
 _WAITING = 64
 """Messages that wait on a stream, in both directions together, before no more are read from it; one that opens as many

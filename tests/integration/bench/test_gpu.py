@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.models.source import CACHE_VARIABLE, cache_folder
+from spool.engine.models.source import CACHE_VARIABLE, cache_folder
 
 pytestmark = pytest.mark.slow
 

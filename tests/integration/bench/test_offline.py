@@ -1,17 +1,22 @@
-"""`spool bench offline` from end to end, with real workers over tiny models, and transformers as a peer."""
+"""`python -m bench.offline` from end to end, with real workers over tiny models, and transformers as a peer."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.command_line import save_tokenizer, spool, write_lines
+from tests.support.command_line import save_tokenizer, write_lines
 from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +33,9 @@ def test_measures_every_cell(folder: Path) -> None:
     grid = ("--policy", "plain", "--policy", "ragged", "--batch-size", "3", "--repeats", "2")
     peers = ("--peer", "transformers")
     few = ("--max-tokens", "8", "--threads", "1", "--count", "6", "--output", "out.json")
-    ended = spool("bench", "offline", *models, *grid, *peers, *few, cwd=folder)
-    assert ended.code == 0, ended.err
+    command = [sys.executable, "-m", "bench.offline", *models, *grid, *peers, *few]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=500)
     result: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert {"command", "commit", "date", "machine"} <= result.keys()
     cells = {cell["point"]["system"]: cell for cell in result["cells"]}

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import STEP_SECONDS, TIMEOUT
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 

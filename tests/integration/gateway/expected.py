@@ -11,11 +11,11 @@ import grpc
 import httpx
 import pytest
 
-from protos import scheduler_pb2
-from services.backend.interface import BackendUnavailableError, GenerationRequest
-from services.scheduler_client.remote_stream import RemoteStream
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.protos import scheduler_pb2
+from spool.services.backend.interface import BackendUnavailableError, GenerationRequest
+from spool.services.scheduler_client.remote_stream import RemoteStream
 from tests.support.gateway import Gateways
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG

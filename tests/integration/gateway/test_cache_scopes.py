@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.gateway.settings import GatewaySettings, NamedKey
+from spool.services.gateway.settings import GatewaySettings, NamedKey
 from tests.support.cells import running_cell
 from tests.support.clients import clients_of
 from tests.support.gateway import Gateways, Served, running_gateway, save_tokenizer

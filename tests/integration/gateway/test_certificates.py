@@ -15,9 +15,9 @@ import pytest
 import trustme
 from cryptography.x509 import Certificate, load_der_x509_certificate
 
-from services.gateway.settings import TlsFiles
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.services.gateway.settings import TlsFiles
 from tests.support.certificates import issue_by
 from tests.support.gateway import Gateways, Served
 from tests.support.waiting import LONG
@@ -56,7 +56,7 @@ def test_a_renewed_certificate_is_shown_to_new_connections(
     files = issue_by(authority, tmp_path, *NAMES, expires=FIRST)
     certificate, key = Path(files.certificate_file), Path(files.key_file)
     credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    caplog.set_level(logging.INFO, "services.rpc.certificates")
+    caplog.set_level(logging.INFO, "spool.services.rpc.certificates")
     with (
         gateways.serve(tls=TlsFiles(certificate=certificate, key=key)) as served,
         httpx.Client(base_url=served.url, verify=ssl.create_default_context(cafile=files.ca_file)) as http,

@@ -21,9 +21,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.gateway.settings import ConnectionLimits, GatewaySettings, Limits, TlsFiles
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.services.gateway.settings import ConnectionLimits, GatewaySettings, Limits, TlsFiles
 from tests.integration.gateway.expected import TIMEOUT
 from tests.support.certificates import issue
 from tests.support.gateway import Gateways, Served
@@ -460,9 +460,9 @@ def test_calls_of_a_connection_beyond_the_limit_wait(slow: Gateways) -> None:
 
 PROGRAM = """
 import asyncio, resource, sys
-from services.gateway.http.server import HttpServer
-from services.gateway.settings import ListenSettings
-from services.observability.logs import LogFormat, install_logs
+from spool.services.gateway.http.server import HttpServer
+from spool.services.gateway.settings import ListenSettings
+from spool.services.observability.logs import LogFormat, install_logs
 
 async def app(scope, receive, send):
     files = []

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from google.protobuf.message import Message
 
-from services.gateway.http.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.services.gateway.http.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.integration.gateway.expected import TIMEOUT
 from tests.support.extreme_values import FLOATS, INTEGERS, changed, extreme_bodies, extreme_messages, places
 from tests.support.gateway import Served, stand_in_gateways

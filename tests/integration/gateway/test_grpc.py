@@ -22,10 +22,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import SecretStr
 
-from services.gateway.settings import ConnectionLimits, GatewaySettings, TlsFiles
-from spool_client import AsyncClient, Client
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client import AsyncClient, Client
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.services.gateway.settings import ConnectionLimits, GatewaySettings, TlsFiles
 from tests.integration.gateway.expected import (
     BAD_SCHEMA,
     FAULT,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.completion import CompletionEngine
-from services.gateway.connections.acceptor import Acceptor, Release
-from services.gateway.http.app import create_app
-from services.gateway.http.server import HttpServer
-from services.gateway.settings import ConnectionLimits, GatewaySettings, ListenSettings
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.connections.acceptor import Acceptor, Release
+from spool.services.gateway.http.app import create_app
+from spool.services.gateway.http.server import HttpServer
+from spool.services.gateway.settings import ConnectionLimits, GatewaySettings, ListenSettings
 from tests.support.cells import client, running_cell
 from tests.support.gateway import save_tokenizer
 from tests.support.waiting import LONG, until

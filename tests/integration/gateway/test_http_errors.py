@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
-from protos import scheduler_pb2
-from scheduler.config import SchedulerConfig
-from services.text.tokenizer import ModelTokenizer
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.protos import scheduler_pb2
+from spool.scheduler.config import SchedulerConfig
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import (
     BAD_SCHEMA,
     CHAT,

@@ -11,7 +11,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from services.backend.interface import GenerationRequest
+from spool.services.backend.interface import GenerationRequest
 from tests.integration.gateway.expected import TIMEOUT, error_of
 from tests.integration.gateway.test_http_tools import ASK, TOOLS, Open, Talk, talk
 from tests.support.chat_templates import HERMES

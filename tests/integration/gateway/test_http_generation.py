@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.settings import GatewaySettings, SamplingDefaults
+from spool.services.gateway.settings import GatewaySettings, SamplingDefaults
 from tests.integration.gateway.expected import (
     CHAT,
     ENDLESS,

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.assembly.gateway import start_gateway
-from deploy.config.loading import load_configuration
-from protos import scheduler_pb2
-from services.gateway.answers.tools import Tool
-from services.gateway.completion import CompletionEngine
-from services.gateway.options import ChatPrompt
-from services.gateway.settings import GatewaySettings
-from services.rpc.channel_security import ChannelSecurity
+from spool.deploy.assembly.gateway import start_gateway
+from spool.deploy.config.loading import load_configuration
+from spool.protos import scheduler_pb2
+from spool.services.gateway.answers.tools import Tool
+from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.options import ChatPrompt
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.rpc.channel_security import ChannelSecurity
 from tests.integration.gateway.expected import TIMEOUT
 from tests.integration.gateway.test_http_tools import ASK, CALL, STOP, TOOLS, Open, talk
 from tests.support.chat_templates import HERMES, MISTRAL, QWEN3_CODER, THINKING

@@ -9,11 +9,11 @@ import httpx
 import openai
 import pytest
 
-from scheduler.messages import TokenLogprobs
-from services.gateway.settings import GatewaySettings, Limits
-from services.gateway.token_strings import TokenStrings
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1 import generation_pb2_grpc
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.gateway.settings import GatewaySettings, Limits
+from spool.services.gateway.token_strings import TokenStrings
 from tests.integration.gateway.expected import (
     CHAT,
     PROMPT,

@@ -14,12 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from protos import scheduler_pb2
-from services.backend.interface import GenerationRequest
-from services.gateway.settings import GatewaySettings
-from services.scheduler_client.remote_stream import RemoteStream
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.protos import scheduler_pb2
+from spool.services.backend.interface import GenerationRequest
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.scheduler_client.remote_stream import RemoteStream
 from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, error_of
 from tests.integration.gateway.test_http_tools import TOOLS
 from tests.support.gateway import MODEL, Gateways

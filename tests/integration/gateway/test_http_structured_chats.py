@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from engine.sampling.grammars import GrammarTokens
-from services.backend.interface import GenerationRequest
-from services.gateway.answers.formats import FORMATS
+from spool.engine.sampling.grammars import GrammarTokens
+from spool.services.backend.interface import GenerationRequest
+from spool.services.gateway.answers.formats import FORMATS
 from tests.integration.gateway.expected import EXPONENTIAL
 from tests.integration.gateway.test_http_tools import (
     ASK,

@@ -15,12 +15,12 @@ import tokenizers
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from protos import scheduler_pb2
-from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
-from services.backend.interface import GenerationRequest
-from services.backend.sequence_stream import SequenceFailedError
-from services.gateway.settings import GatewaySettings
-from services.text.tokenizer import ModelTokenizer
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from spool.services.backend.interface import GenerationRequest
+from spool.services.backend.sequence_stream import SequenceFailedError
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import TIMEOUT, Recorder, error_of
 from tests.support.chat_templates import GLM45, HERMES, LLAMA3, MISTRAL, QWEN3_CODER, THINKING
 from tests.support.gateway import Gateways

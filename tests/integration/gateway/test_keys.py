@@ -24,13 +24,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import EmitTokens, SendStep, SequenceRequest
-from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
-from services.observability.logs import LogFormat, install_logs
-from services.observability.observer import ServiceObserver
-from spool_client.v1 import generation_pb2 as pb
+from spool.client.v1 import generation_pb2 as pb
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import EmitTokens, SendStep, SequenceRequest
+from spool.services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults
+from spool.services.observability.logs import LogFormat, install_logs
+from spool.services.observability.observer import ServiceObserver
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
@@ -173,7 +173,7 @@ def test_metrics_count_tokens_and_refusals_by_key(outcome: Outcome) -> None:
 
 
 def test_log_lines_of_a_request_name_its_key(outcome: Outcome) -> None:
-    of_gateway = [line for line in outcome.lines if line["logger"].startswith("services.gateway")]
+    of_gateway = [line for line in outcome.lines if line["logger"].startswith("spool.services.gateway")]
     expected = {"held-0": "queued", "too-many": "queued", "named": "urgent", "metered": "metered", "beside": None}
     for request_id, key in expected.items():
         lines = [line for line in of_gateway if line.get("request_id") == request_id]
@@ -289,7 +289,7 @@ def niceness_of_checks() -> set[int]:
     own, found = os.nice(0), set[int]()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "services.gateway.grammar_check" in process.cmdline():
+            if "spool.services.gateway.grammar_check" in process.cmdline():
                 found.add(process.nice() - own)
     return found
 

@@ -13,8 +13,8 @@ import grpc
 import httpx
 import pytest
 
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1.generation_pb2_grpc import GenerationServiceStub
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gateway.expected import CHAT, error_of
 
 BYTES = 4 * 1024 * 1024 - 1024

@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr
 
-from deploy.offline.answer_text import text_difference
-from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
-from services.gateway.settings import GatewaySettings, SamplingDefaults
-from services.receipts.fingerprint import fingerprint_name
-from services.receipts.receipt import Receipt, receipts_in
-from services.receipts.signing import ReceiptKey
-from spool_client import Client, GenerateRequest
-from spool_client.v1 import generation_pb2_grpc
+from spool.client import Client, GenerateRequest
+from spool.client.v1 import generation_pb2_grpc
+from spool.deploy.offline.answer_text import text_difference
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.gateway.settings import GatewaySettings, SamplingDefaults
+from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.receipts.receipt import Receipt, receipts_in
+from spool.services.receipts.signing import ReceiptKey
 from tests.integration.gateway.expected import (
     CHAT,
     ENDLESS,

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from bench.chaos.application import DRAFT, TARGET, Application, watching
 from bench.chaos.faults import Faults
 from bench.chaos.streams import Answer, Case, ConstantLoad, Protocol, StreamRecord, cases, faults_of, streaming
-from engine.cpu.isa import AUTO, chosen_isa
-from spool_client.v1 import generation_pb2, generation_pb2_grpc
+from spool.client.v1 import generation_pb2, generation_pb2_grpc
+from spool.engine.cpu.isa import AUTO, chosen_isa
 from tests.support.changed_workers import POISON, dying_of_poison
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
@@ -183,7 +183,9 @@ def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Serve
     def loggers() -> set[str]:
         return {json.loads(line)["logger"] for line in written() if '"request_id": "mine-1"' in line and line[0] == "{"}
 
-    sides = {"services.gateway.completion", "services.gateway.http.middleware", "services.scheduler.session"}
+    sides = {
+        f"spool.services.{name}" for name in ("gateway.completion", "gateway.http.middleware", "scheduler.session")
+    }
     wait_until(lambda: loggers() >= sides, "both have written their lines", pause=0.5)
     # Of request, sequence, queue, prefill and decode.
     wait_until(lambda: sum(f'"trace_id": "0x{trace}"' in line for line in written()) >= 5, "both have told their spans")

@@ -130,7 +130,7 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
         preflight = httpx.options(f"{own_ray.url}/v1/completions", headers=asked_by_browser, timeout=LONG)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, page)
         logs = spool("logs", "targetworker", "--tail", "5", environment=own_ray.environment)
-        assert (logs.code, "INFO deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
+        assert (logs.code, "INFO spool.deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(2 * LONG) == 0, rest

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import RefusalCause
-from services.backend.interface import GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError
-from services.scheduler_client.cell_choice import PAGE_TOKENS
-from services.scheduler_client.remote import SchedulerClient
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import RefusalCause
+from spool.services.backend.interface import GenerationRequest
+from spool.services.backend.sequence_stream import AdmissionRefusedError
+from spool.services.scheduler_client.cell_choice import PAGE_TOKENS
+from spool.services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import Cell, Heard, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until

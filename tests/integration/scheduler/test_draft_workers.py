@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from scheduler.messages import Role
-from services.scheduler_client.remote import SchedulerClient
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from spool.scheduler.messages import Role
+from spool.services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import Cell, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until

@@ -9,12 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.messages import Role
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import SequenceFailedError
-from services.scheduler.epochs import EpochAuthority
-from services.scheduler_client.cell_link import ClientOptions
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.scheduler.messages import Role
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import SequenceFailedError
+from spool.services.scheduler.epochs import EpochAuthority
+from spool.services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
     Whereabouts,
     all_in_use,

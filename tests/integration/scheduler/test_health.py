@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from scheduler.messages import Role
-from services.gateway.metrics import GatewayMetrics
-from services.scheduler_client.cell_link import ClientOptions
+from spool.scheduler.messages import Role
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import Heard, Whereabouts, all_in_use, client, running_worker, scheduler_process
 from tests.support.gateway import listening, save_tokenizer
 from tests.support.waiting import until

@@ -16,14 +16,14 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import draft_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Role
-from services.launch.launcher import WorkerLauncher
-from services.rpc.channel_security import ChannelSecurity, random_token
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
-from services.worker.server import WorkerServer
+from spool.protos import draft_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.services.launch.launcher import WorkerLauncher
+from spool.services.rpc.channel_security import ChannelSecurity, random_token
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
+from spool.services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import LINKS, Cell, check, client, running_cell, running_worker
 from tests.support.certificates import issue, issue_by
@@ -115,8 +115,8 @@ async def test_every_method_refuses_strangers_and_bytes_that_are_no_message() ->
 async def test_health_is_open_and_there_is_no_reflection() -> None:
     async with running_cell(drafts=0, security=TOKEN) as cell:
         for address, name in (
-            (cell.resolve.address, "spool.v1.Scheduler"),
-            (cell.workers[0].address, "spool.v1.Worker"),
+            (cell.resolve.address, "spool.scheduler.v1.Scheduler"),
+            (cell.workers[0].address, "spool.worker.v1.Worker"),
         ):
             async with grpc.aio.insecure_channel(address) as channel:
                 request = health_pb2.HealthCheckRequest(service=name)

@@ -16,10 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
-from scheduler.config import Policy, SchedulerConfig
-from services.gateway.settings import GatewaySettings
-from services.scheduler.metrics_endpoint import MetricsEndpoint
-from services.text.tokenizer import ModelTokenizer
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.scheduler.metrics_endpoint import MetricsEndpoint
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.cells import Cell, running_cell
 from tests.support.clients import Answer, Clients, clients_of, message_of
 from tests.support.gateway import MODEL, running_gateway, save_tokenizer

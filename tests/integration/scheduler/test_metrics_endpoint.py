@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from services.scheduler.metrics_endpoint import MetricsEndpoint
+from spool.services.scheduler.metrics_endpoint import MetricsEndpoint
 from tests.support.waiting import LONG, until
 
 HOST = "127.0.0.1"

@@ -9,12 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.messages import Role
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler.server import SchedulerServer
-from services.scheduler.service import SchedulerService
-from services.scheduler.session import SessionOptions
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.scheduler.messages import Role
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.scheduler.server import SchedulerServer
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.session import SessionOptions
 from tests.support.cells import Cell, Heard, client, prompt_of, read, request_of, running_cell, running_scheduler
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import until

@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.config import SchedulerConfig
-from scheduler.messages import RefusalCause, Role
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler_client.cell_link import ClientOptions
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import RefusalCause, Role
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
     SESSIONS,
     Whereabouts,

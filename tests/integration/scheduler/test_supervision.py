@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.backend.interface import BackendUnavailableError
-from services.scheduler.workers import worker_link
-from services.scheduler_client.remote import SchedulerClient
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.scheduler.workers import worker_link
+from spool.services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import (
     LINKS,
     Cell,

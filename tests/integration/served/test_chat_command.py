@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from deploy.cli.chat import chat
-from deploy.errors import RunError
-from services.gateway.settings import GatewaySettings, TlsFiles
+from spool.deploy.cli.chat import chat
+from spool.deploy.errors import RunError
+from spool.services.gateway.settings import GatewaySettings, TlsFiles
 from tests.support.certificates import issue
 from tests.support.command_line import SPOOL, spool
 from tests.support.gateway import Gateways, stand_in_gateways

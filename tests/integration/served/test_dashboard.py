@@ -20,9 +20,9 @@ from pydantic import SecretStr
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from services.gateway.settings import GatewaySettings
-from services.scheduler.service import SchedulerService
-from services.scheduler.viewer import StepViews
+from spool.services.gateway.settings import GatewaySettings
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.viewer import StepViews
 from tests.integration.gateway.expected import NoScheduler
 from tests.support.cells import running_cell
 from tests.support.gateway import Gateways, Served, save_tokenizer, stand_in_gateways

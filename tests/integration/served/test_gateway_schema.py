@@ -10,7 +10,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from services.gateway.settings import GatewaySettings
+from spool.services.gateway.settings import GatewaySettings
 from tests.support.gateway import stand_in_gateways
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, PreTrainedTokenizerFast
 
-from services.text.tokenizer import ModelTokenizer
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.integration.served.test_models import served
 from tests.support.command_line import spool_here, write_lines
 from tests.support.tiny_models import tiny_model

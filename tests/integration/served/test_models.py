@@ -12,12 +12,12 @@ import jsonschema
 import openai
 import pytest
 
-from engine.models.fetching import fetch_model
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.models.source import demo_chat_template, resolve_model
-from engine.settings import EngineSettings
-from scheduler.messages import Role
-from services.text.tokenizer import ModelTokenizer
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.models.source import demo_chat_template, resolve_model
+from spool.engine.settings import EngineSettings
+from spool.scheduler.messages import Role
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.cells import running_cell
 from tests.support.gateway import Gateways
 

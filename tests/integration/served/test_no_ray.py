@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from bench.chaos.streams import cases
-from spool_client import Client, GenerateRequest
+from spool.client import Client, GenerateRequest
 from tests.support.command_line import SPOOL, spool
 from tests.support.no_ray import NoRay, served_without_ray
 from tests.support.renumbered import save_renumbered
@@ -94,7 +94,8 @@ def test_commands_find_it(served: NoRay, folder: Path) -> None:
     workers = {worker["worker_id"]: worker["state"] for worker in shown.summary["cells"][0]["workers"]}
     assert workers == dict.fromkeys(("target-0", "draft-0"), "WORKER_STATE_IN_USE")
     logs = spool("logs", "draft", "--tail", "1000", environment=served.environment)
-    assert (logs.code, "INFO services.worker.registration: worker draft-0 is in use" in logs.out) == (0, True), logs.err
+    line = "INFO spool.services.worker.registration: worker draft-0 is in use"
+    assert (logs.code, line in logs.out) == (0, True), logs.err
     nobody = spool("logs", "nobody", environment=served.environment)
     assert nobody.err.endswith(f"there are: {', '.join(sorted(PROCESSES))}\n")
     assert {f"  page  {served.url}/dashboard", f"  metrics  {served.url}/metrics"} <= {*served.lines}

@@ -20,10 +20,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from engine.cpu.isa import AUTO, available_isas, library_limits
-from services.receipts.receipt import Receipt
-from services.receipts.signing import ReceiptKey
-from spool_client import Client
+from spool.client import Client
+from spool.engine.cpu.isa import AUTO, available_isas, library_limits
+from spool.services.receipts.receipt import Receipt
+from spool.services.receipts.signing import ReceiptKey
 from tests.support.changed_workers import slow_steps, unlike
 from tests.support.chat_templates import HERMES
 from tests.support.command_line import Ended, spool, write_lines

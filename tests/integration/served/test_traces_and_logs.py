@@ -19,9 +19,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from scheduler.messages import Role
-from services.observability.logs import LogFormat, install_logs
-from services.observability.otel import CONSOLE, OtelSequences, tracer_provider
+from spool.scheduler.messages import Role
+from spool.services.observability.logs import LogFormat, install_logs
+from spool.services.observability.otel import CONSOLE, OtelSequences, tracer_provider
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
@@ -33,7 +33,7 @@ from tests.support.watched_engine import WatchedEngine
 CLIENT_SPAN = "b7ad6b7169203331"
 HTTP, GRPC, FAILING, GRPC_FAILING, UNSAMPLED, LOST, WRONG, WRONG_HTTP = (digit * 32 for digit in "12345678")
 NO_TRACE = "no-trace"
-BOTH_SIDES = {"services.gateway.completion", "services.scheduler.session"}
+BOTH_SIDES = {"spool.services.gateway.completion", "spool.services.scheduler.session"}
 
 
 @dataclass
@@ -160,7 +160,7 @@ def test_failures_are_in_both_spans_and_in_one_warning(observed: Observed, trace
         assert span.status.status_code is StatusCode.ERROR
         assert "unlucky token" in (span.status.description or "")
     (warning,) = [line for line in observed.lines_of(trace) if line["level"] == "WARNING"]
-    assert warning["logger"] == "services.scheduler.session"
+    assert warning["logger"] == "spool.services.scheduler.session"
     assert "unlucky token" in warning["message"]
 
 
@@ -185,7 +185,7 @@ def test_gateway_and_scheduler_log_the_request(observed: Observed) -> None:
         (ended,) = [line for line in lines if line["message"] == "completion ended"]
         assert (ended["prompt_tokens"], ended["completion_tokens"]) == (2, 40 * ends)
         assert ended["finish_reasons"] == ["length"] * ends
-        sequences = [line["message"] for line in lines if line["logger"] == "services.scheduler.session"]
+        sequences = [line["message"] for line in lines if line["logger"] == "spool.services.scheduler.session"]
         assert (
             sorted(message.split(" ", 2)[2] for message in sequences) == ["ended: length"] * ends + ["entered"] * ends
         )
@@ -239,7 +239,11 @@ def test_spans_on_standard_error_are_a_line_each(capsys: pytest.CaptureFixture[s
 
 def test_no_line_of_a_request_is_without_its_id(observed: Observed) -> None:
     assert observed.returned == {trace: trace for trace in observed.returned}
-    requests = ("services.gateway.completion", "services.gateway.http.middleware", "services.gateway.grpc.service")
+    requests = (
+        "spool.services.gateway.completion",
+        "spool.services.gateway.http.middleware",
+        "spool.services.gateway.grpc.service",
+    )
     nameless = [line for line in observed.lines if not line.get("request_id")]
     assert not [line for line in nameless if line["logger"] in requests or "sequence" in line["message"]]
     assert {line["request_id"] for line in observed.lines if "request_id" in line} == observed.returned.keys()

@@ -14,19 +14,19 @@ from pathlib import Path
 import grpc
 import pytest
 
-from engine.drafting.model_draft import DraftEngine
-from engine.models.loading import load_draft_engine
-from engine.settings import EngineSettings
-from protos import draft_pb2, worker_pb2, worker_pb2_grpc
-from scheduler.state.digests import EMPTY_DIGEST
-from services.rpc.channel_security import ChannelSecurity
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting import frame_listener, service
-from services.worker.drafting.frames import SECRET_BYTES
-from services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_FRAME_BYTES, MAX_OPENED_TOKENS, MAX_SEQUENCES
-from services.worker.drafting.messages import VerdictsOfStep
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.target_stream import TargetStream
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.models.loading import load_draft_engine
+from spool.engine.settings import EngineSettings
+from spool.protos import draft_pb2, worker_pb2, worker_pb2_grpc
+from spool.scheduler.state.digests import EMPTY_DIGEST
+from spool.services.rpc.channel_security import ChannelSecurity
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.drafting import frame_listener, service
+from spool.services.worker.drafting.frames import SECRET_BYTES
+from spool.services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_FRAME_BYTES, MAX_OPENED_TOKENS, MAX_SEQUENCES
+from spool.services.worker.drafting.messages import VerdictsOfStep
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.target_stream import TargetStream
 from tests.support.certificates import issue
 from tests.support.draft_servers import PlayedSequence, RunningDraft, offer, running_draft, take
 from tests.support.extreme_values import extreme_messages

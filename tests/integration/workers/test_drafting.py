@@ -21,24 +21,24 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.drafting.draft_kv import DraftKv
-from engine.drafting.model_draft import DraftEngine
-from engine.drafting.model_drafting import DraftAsk, ModelDrafting
-from engine.models.loading import load_draft_engine
-from engine.settings import EngineSettings
-from protos import draft_pb2, draft_pb2_grpc, worker_pb2, worker_pb2_grpc
-from scheduler.messages import Role
-from scheduler.sampling import Grammar, SamplingParameters
-from scheduler.state.digests import DigestedTokens
-from services.launch.launcher import WorkerLaunch, WorkerLauncher
-from services.rpc.conversion import to_wire
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting.batcher import Batcher
-from services.worker.drafting.frame_listener import FrameListener
-from services.worker.drafting.frames import SECRET_BYTES
-from services.worker.drafting.messages import Opened, Verdict, VerdictsOfStep
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.target_stream import TargetStream
+from spool.engine.drafting.draft_kv import DraftKv
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.drafting.model_drafting import DraftAsk, ModelDrafting
+from spool.engine.models.loading import load_draft_engine
+from spool.engine.settings import EngineSettings
+from spool.protos import draft_pb2, draft_pb2_grpc, worker_pb2, worker_pb2_grpc
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.launch.launcher import WorkerLaunch, WorkerLauncher
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.drafting.batcher import Batcher
+from spool.services.worker.drafting.frame_listener import FrameListener
+from spool.services.worker.drafting.frames import SECRET_BYTES
+from spool.services.worker.drafting.messages import Opened, Verdict, VerdictsOfStep
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.target_stream import TargetStream
 from tests.support.command_line import CHARACTERS, save_tokenizer
 from tests.support.draft_servers import PlayedSequence, RunningDraft, offer, running_draft, take
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model

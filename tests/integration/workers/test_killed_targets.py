@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings import EngineSettings
-from scheduler.config import KvMovement, Policy, SchedulerConfig
-from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
-from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import KvMovement, Policy, SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint
 from tests.support.agreeing_heads import save_agreeing_pair
 from tests.support.cells import LINKS
 from tests.support.changed_workers import slow_steps

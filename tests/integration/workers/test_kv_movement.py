@@ -13,16 +13,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from engine.models.loading import load_target_engine
-from engine.settings import EngineSettings
-from protos import worker_pb2, worker_pb2_grpc
-from scheduler.config import KvMovement, Policy, SchedulerConfig
-from scheduler.messages import Role
-from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.worker.executor import StepExecutor
-from services.worker.server import WorkerServer, step_thread
+from spool.engine.models.loading import load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.protos import worker_pb2, worker_pb2_grpc
+from spool.scheduler.config import KvMovement, Policy, SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.server import WorkerServer, step_thread
 from tests.integration.workers.test_killed_targets import Output, decode
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.settings import EngineSettings
-from protos import worker_pb2
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role, SequenceRequest
-from scheduler.state.digests import DigestedTokens
-from services.worker.executor import StepExecutor
-from services.worker.process import WorkerArguments, load_executor
+from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.settings import EngineSettings
+from spool.protos import worker_pb2
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import Role, SequenceRequest
+from spool.scheduler.state.digests import DigestedTokens
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.process import WorkerArguments, load_executor
 from tests.support.in_process import Output, executor_of, requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 

@@ -15,17 +15,17 @@ import grpc
 import psutil
 import pytest
 
-from engine.settings import EngineSettings
-from protos import worker_pb2, worker_pb2_grpc
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Role
-from scheduler.state.digests import EMPTY_DIGEST
-from services.backend.sequence_stream import SequenceFailedError
-from services.launch.child_process import ChildProcess, Command
-from services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint
+from spool.engine.settings import EngineSettings
+from spool.protos import worker_pb2, worker_pb2_grpc
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import Role
+from spool.scheduler.state.digests import EMPTY_DIGEST
+from spool.services.backend.sequence_stream import SequenceFailedError
+from spool.services.launch.child_process import ChildProcess, Command
+from spool.services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.workers.worker_link import WorkerEndpoint
 from tests.support.cells import LINKS
 from tests.support.stand_in_worker import DEVICE_FAILS, continuation
 from tests.support.tiny_models import save_tiny_pair
@@ -113,7 +113,7 @@ async def test_draft_and_target_are_processes_of_their_own() -> None:
 async def test_threads_that_fill_a_machine_keep_to_processors_of_their_own(threads: int, tmp_path: Path) -> None:
     """Those that compute, and not the first one, which answers calls meanwhile."""
     settings = {"model": str(save_tiny_pair("llama", tmp_path)[0]), "threads": threads, "kv_pages": 8}
-    launch = WorkerLaunch(Role.TARGET, settings, threads=threads, environment={"PYTHONPATH": str(ROOT)})
+    launch = WorkerLaunch(Role.TARGET, settings, threads=threads)
     async with WorkerLauncher([launch]) as launcher:
         worker = launcher.workers[0].process_id
         allowed = {thread.id: os.sched_getaffinity(thread.id) for thread in psutil.Process(worker).threads()}

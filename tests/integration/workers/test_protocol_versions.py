@@ -10,12 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, worker_pb2, worker_pb2_grpc
-from scheduler.messages import Role
-from services.backend.interface import BackendUnavailableError
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import SchedulerClient
+from spool.protos import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from spool.scheduler.messages import Role
+from spool.services.backend.interface import BackendUnavailableError
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.scheduler_client.cell_link import ClientOptions
+from spool.services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import Whereabouts, all_in_use, check, client, running_cell, running_scheduler, running_worker
 from tests.support.waiting import LONG, until
 
@@ -24,9 +24,9 @@ IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05
 
 
 SPEAKERS = {
-    "worker": ("services.worker.server",),
-    "scheduler": ("services.scheduler.session", "services.scheduler.workers.worker_link"),
-    "gateway": ("services.scheduler_client.session",),
+    "worker": ("spool.services.worker.server",),
+    "scheduler": ("spool.services.scheduler.session", "spool.services.scheduler.workers.worker_link"),
+    "gateway": ("spool.services.scheduler_client.session",),
 }
 
 
@@ -92,7 +92,7 @@ async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_t
     other: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def named(record: logging.LogRecord) -> bool:
-        return record.name == "services.scheduler_client.cell_link" and both_named(
+        return record.name == "spool.services.scheduler_client.cell_link" and both_named(
             record.getMessage(), version, PROTOCOL_VERSION
         )
 

@@ -13,18 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scheduler.messages import Role
-from services.launch.launcher import WorkerLaunch, WorkerLauncher
-from services.worker.gang import watched
+from spool.scheduler.messages import Role
+from spool.services.launch.launcher import WorkerLaunch, WorkerLauncher
+from spool.services.worker.gang import watched
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, until
 
-ROOT = Path(__file__).parents[3]
 # What a worker does with its ranks before any of them has loaded its model.
 RANK_ZERO = """
 import time
 from engine.settings import EngineSettings
-from services.worker.gang import Gang
+from spool.services.worker.gang import Gang
 Gang(EngineSettings("m", tensor_parallel_size=3)).start()
 print("started", flush=True)
 time.sleep(1000)
@@ -33,7 +32,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-c", RANK_ZERO], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     )
@@ -79,7 +78,7 @@ def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.P
 async def test_worker_processes_end_together_when_rank_zero_is_stopped(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
     settings = {"model": str(folder), "dtype": "float32", "exact": False, "kv_pages": 9, "tensor_parallel_size": 2}
-    launch = WorkerLaunch(Role.TARGET, settings, threads=1, environment={"PYTHONPATH": str(ROOT)})
+    launch = WorkerLaunch(Role.TARGET, settings, threads=1)
     ended: list[str] = []
     async with WorkerLauncher([launch], on_exit=lambda _, reason: ended.append(reason)) as launcher:
         (worker,) = launcher.workers

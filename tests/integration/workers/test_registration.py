@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from scheduler.messages import Role
-from services.scheduler.workers.worker_set import RegistryOptions
+from spool.protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from spool.scheduler.messages import Role
+from spool.services.scheduler.workers.worker_set import RegistryOptions
 from tests.support.cells import (
     Cell,
     all_in_use,

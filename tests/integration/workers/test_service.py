@@ -13,17 +13,17 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from engine.drafting.proposer import Lookup, Proposers
-from protos import worker_pb2
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import FinishReason, Role
-from services.backend.sequence_stream import SequenceFailedError, SequenceStream
-from services.launch.launcher import RunningWorker, WorkerLauncher
-from services.scheduler.service import SchedulerService, ServiceClosedError
-from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
-from services.worker.executor import StepExecutor
-from services.worker.process import NGRAM_MODEL
-from services.worker.server import WorkerServer
+from spool.engine.drafting.proposer import Lookup, Proposers
+from spool.protos import worker_pb2
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.messages import FinishReason, Role
+from spool.services.backend.sequence_stream import SequenceFailedError, SequenceStream
+from spool.services.launch.launcher import RunningWorker, WorkerLauncher
+from spool.services.scheduler.service import SchedulerService, ServiceClosedError
+from spool.services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.process import NGRAM_MODEL
+from spool.services.worker.server import WorkerServer
 from tests.integration.workers.test_processes import stand_in
 from tests.support.cells import running_cell
 from tests.support.stand_in_worker import VOCABULARY, StandInEngine, continuation, target_executor

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from protos import scheduler_pb2, worker_pb2
+from spool.protos import scheduler_pb2, worker_pb2
 from tests.sim.audit.proposals import DraftAudit
 from tests.sim.audit.scheduler import SchedulerAudit
 from tests.sim.audit.sessions import GatewayAudit
@@ -18,8 +18,8 @@ from tests.sim.audit.worker import WorkerAudit
 
 T = TypeVar("T")
 
-_SESSION, _IMPORT = "/spool.v1.Scheduler/Session", "/spool.v1.Worker/ImportKv"
-_PROPOSE = "/spool.v1.Drafter/Propose"
+_SESSION, _IMPORT = "/spool.scheduler.v1.Scheduler/Session", "/spool.worker.v1.Worker/ImportKv"
+_PROPOSE = "/spool.draft.v1.Drafter/Propose"
 
 
 class Party(Hashable, Protocol):
@@ -43,17 +43,17 @@ class Auditor:
 
     def wrote(self, call: Any, by_client: bool, message: Any) -> None:
         match call.method:
-            case "/spool.v1.Worker/Steps":
+            case "/spool.worker.v1.Worker/Steps":
                 if by_client:
                     self._scheduler(call.client).wrote_step(call, message)
                 else:
                     self._worker(call.server).wrote_reply(call, message)
-            case "/spool.v1.Scheduler/Session":
+            case "/spool.scheduler.v1.Scheduler/Session":
                 if by_client:
                     self._gateway(call.client).wrote(call, message)
                 else:
                     self._scheduler(call.server).sessions.wrote(call, message)
-            case "/spool.v1.Drafter/Propose":
+            case "/spool.draft.v1.Drafter/Propose":
                 if by_client:
                     self._worker(call.client).proposals.asks(call, message)
                 else:
@@ -66,27 +66,27 @@ class Auditor:
 
     def read(self, call: Any, by_client: bool, message: Any) -> None:
         match call.method:
-            case "/spool.v1.Worker/Steps":
+            case "/spool.worker.v1.Worker/Steps":
                 if by_client:
                     self._scheduler(call.client).read_reply(call, message)
                 else:
                     self._worker(call.server).read_step(call, message)
-            case "/spool.v1.Scheduler/Session":
+            case "/spool.scheduler.v1.Scheduler/Session":
                 if by_client:
                     self._gateway(call.client).read(call, message)
                 else:
                     self._scheduler(call.server).sessions.read(call, message)
-            case "/spool.v1.Drafter/Propose":
+            case "/spool.draft.v1.Drafter/Propose":
                 if by_client:
                     self._worker(call.client).proposals.hears(message)
                 else:
                     self._draft(call.server).reads(call, message)
-            case "/spool.v1.Worker/ImportKv":
+            case "/spool.worker.v1.Worker/ImportKv":
                 if by_client:
                     self._scheduler(call.client).moved_kv(call, self._requests[call])
                 else:
                     self._worker(call.server).asked_to_import(call, message)
-            case "/spool.v1.Worker/ExportKv" if by_client:
+            case "/spool.worker.v1.Worker/ExportKv" if by_client:
                 self._worker(call.client).read_kv(message, self._requests[call])
 
     def computes(self, process: Party, sequence_id: int, history: Sequence[int], drafted: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from protos import worker_pb2
+from spool.protos import worker_pb2
 
 Verified = Callable[[int, int], Sequence[int]]
 """What a pass was seen to verify of a sequence, behind the tokens with a digest."""

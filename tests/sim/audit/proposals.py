@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from protos import draft_pb2, worker_pb2
+from spool.protos import draft_pb2, worker_pb2
 from tests.sim.audit.books import digest_of
 
 _SLACK = 1e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from protos import scheduler_pb2, worker_pb2
+from spool.protos import scheduler_pb2, worker_pb2
 from tests.sim.audit.books import (
     CommittedTokens,
     KvBook,

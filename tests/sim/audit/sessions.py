@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from protos import scheduler_pb2
+from spool.protos import scheduler_pb2
 from tests.sim.audit.books import CommittedTokens, digest_of, digests_after
 
 _SLACK = 1e-3

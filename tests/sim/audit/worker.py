@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
-from protos import scheduler_pb2, worker_pb2
+from spool.protos import scheduler_pb2, worker_pb2
 from tests.sim.audit.books import KvBook, digest_of
 from tests.sim.audit.proposals import ProposalAudit
 

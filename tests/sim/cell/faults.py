@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.steps import RowOutcome
-from scheduler.messages import Role
+from spool.engine.steps import RowOutcome
+from spool.scheduler.messages import Role
 from tests.sim.cell.paged_model import AnyRow
 from tests.sim.cell.plan import (
     CELL_CRASH,

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from scheduler.messages import TokenLogprobs
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import SchedulerClient
+from spool.scheduler.messages import TokenLogprobs
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.scheduler_client.cell_link import ClientOptions
+from spool.services.scheduler_client.remote import SchedulerClient
 from tests.sim.cell.paged_model import true_output, true_scores
 from tests.sim.cell.plan import RequestPlan
 from tests.sim.cell.process import Process

@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.description import EngineDescription
-from engine.kv.groups import lanes_of, page_groups
-from engine.kv.kv_store import PageLayout
-from engine.kv.pages import OutOfPagesError, PagePool, PageTable
-from engine.sampling.grammars import GrammarError
-from engine.steps import (
+from spool.engine.description import EngineDescription
+from spool.engine.kv.groups import lanes_of, page_groups
+from spool.engine.kv.kv_store import PageLayout
+from spool.engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from spool.engine.sampling.grammars import GrammarError
+from spool.engine.steps import (
     Computing,
     EngineTimings,
     Interrupted,
@@ -28,8 +28,8 @@ from engine.steps import (
     VerifyRow,
     no_callback,
 )
-from scheduler.messages import TokenLogprobs
-from scheduler.sampling import Grammar
+from spool.scheduler.messages import TokenLogprobs
+from spool.scheduler.sampling import Grammar
 from tests.sim.cell.toy_grammar import AutomatonMatcher, allowed
 
 VOCABULARY = 64

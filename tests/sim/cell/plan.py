@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from scheduler.config import KvMovement, Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
-from services.backend.interface import GenerationRequest
+from spool.scheduler.config import KvMovement, Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import Role
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.backend.interface import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY, Windows
 from tests.sim.cell.toy_grammar import draw_grammar
 

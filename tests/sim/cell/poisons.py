@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler.messages import Role, SequenceRequest
+from spool.scheduler.messages import Role, SequenceRequest
 from tests.sim.cell.plan import DRAFT_POISON, POISON, Fault
 
 if TYPE_CHECKING:

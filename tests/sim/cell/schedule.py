@@ -16,10 +16,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from services.scheduler import server
-from services.scheduler.workers import worker_set
-from services.worker.drafting import ahead, batcher, mailbox, remote, stream
-from services.worker.drafting.service import DrafterService
+from spool.services.scheduler import server
+from spool.services.scheduler.workers import worker_set
+from spool.services.worker.drafting import ahead, batcher, mailbox, remote, stream
+from spool.services.worker.drafting.service import DrafterService
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.rpc.network import Listener
 from tests.sim.cell.virtual_threads import BlockingThread, Threads, VirtualCondition, VirtualEvent, VirtualQueue

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.scheduler import service
-from services.scheduler.epochs import EpochAuthority, MemoryRegister
-from services.scheduler.server import SchedulerServer, SchedulerServerOptions
-from services.scheduler.service import SchedulerService
-from services.scheduler.session import SessionOptions
-from services.scheduler.workers.worker_link import LinkOptions
-from services.scheduler.workers.worker_set import RegistryOptions
+from spool.services.scheduler import service
+from spool.services.scheduler.epochs import EpochAuthority, MemoryRegister
+from spool.services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.session import SessionOptions
+from spool.services.scheduler.workers.worker_link import LinkOptions
+from spool.services.scheduler.workers.worker_set import RegistryOptions
 from tests.sim.cell.process import Process
 from tests.sim.cell.virtual_time import result_of
 from tests.sim.cell.watched_core import WatchedCore

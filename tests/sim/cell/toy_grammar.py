@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from scheduler.sampling import Grammar
+from spool.scheduler.sampling import Grammar
 
 END = 63
 """The token that ends an output of a grammar; no state has it among its tokens."""

@@ -7,8 +7,8 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from scheduler.core import SchedulerCore
-from scheduler.messages import (
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import (
     Command,
     DraftGrant,
     EmitTokens,

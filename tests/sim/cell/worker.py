@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.drafting.inside_target import InsideDrafting
-from engine.drafting.model_drafting import ModelDrafting
-from engine.drafting.proposer import Asked, Lookup, Proposer, Proposers
-from engine.steps import Computing, ProposeRow, VerifyRow
-from protos import worker_pb2
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.server import DraftServer
-from services.worker.drafting.stream import StreamOptions
-from services.worker.executor import Reply, StepExecutor
-from services.worker.registration import RegistrationOptions, WorkerRegistration
-from services.worker.server import WorkerServer
+from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.model_drafting import ModelDrafting
+from spool.engine.drafting.proposer import Asked, Lookup, Proposer, Proposers
+from spool.engine.steps import Computing, ProposeRow, VerifyRow
+from spool.protos import worker_pb2
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.server import DraftServer
+from spool.services.worker.drafting.stream import StreamOptions
+from spool.services.worker.executor import Reply, StepExecutor
+from spool.services.worker.registration import RegistrationOptions, WorkerRegistration
+from spool.services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import VOCABULARY, AnyRow, PagedModel
 from tests.sim.cell.plan import LOOKUP, OWN, WorkerPlan
 from tests.sim.cell.process import Process

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from scheduler.messages import Role
+from spool.scheduler.messages import Role
 from tests.sim.audit.auditor import Auditor
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, HARMLESS_TO_OTHERS, HARMLESS_TO_TARGETS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway

@@ -11,15 +11,15 @@ import sys
 import time
 from typing import Any
 
-from engine.cpu.isa import library_limits
+from spool.engine.cpu.isa import library_limits
 
 # Before torch is imported.
 _ISAS = dict(pair.split("=") for pair in os.environ.get("SPOOL_ISAS", "").split())
 os.environ.update(library_limits(_ISAS.get(sys.orig_argv[-1], "auto")))
 
 # ruff: noqa: E402
-from protos import worker_pb2
-from services.worker.executor import Reply, StepExecutor
+from spool.protos import worker_pb2
+from spool.services.worker.executor import Reply, StepExecutor
 
 _SECONDS = float(os.environ.get("SPOOL_STEP_SECONDS", "0"))
 _POISON = tuple(map(int, filter(None, os.environ.get("SPOOL_POISON", "").split(","))))

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import grpc
 import pytest
 
-from spool_client import AsyncClient, Client, IncompleteOutputError, OutputChangedError, RetryPolicy
-from spool_client.retry import Attempts
-from spool_client.v1 import generation_pb2 as pb
-from spool_client.v1 import generation_pb2_grpc
+from spool.client import AsyncClient, Client, IncompleteOutputError, OutputChangedError, RetryPolicy
+from spool.client.retry import Attempts
+from spool.client.v1 import generation_pb2 as pb
+from spool.client.v1 import generation_pb2_grpc
 from tests.support.waiting import LONG
 
 AT_ONCE = RetryPolicy(attempts=4, first_pause=0.001, longest_pause=0.002)

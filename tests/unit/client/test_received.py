@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spool_client.received import OutputChangedError, ReceivedOutput
-from spool_client.v1 import generation_pb2 as pb
+from spool.client.received import OutputChangedError, ReceivedOutput
+from spool.client.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True)

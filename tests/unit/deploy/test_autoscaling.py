@@ -18,18 +18,18 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from deploy.autoscaling.control import GroupControl
-from deploy.autoscaling.policy import OPEN_REQUESTS, FollowScheduler
-from deploy.autoscaling.reporter import Autoscaler
-from deploy.config.loading import configuration_from, load_configuration
-from deploy.config.placement import WorkerAutoscaling
-from deploy.ray_app.application import settled
-from deploy.ray_app.serve_options import replica_options, serve_content
-from scheduler.config import SchedulerConfig
-from scheduler.core import SchedulerCore
-from scheduler.messages import Role
-from scheduler.statistics import WorkerSnapshot
-from services.scheduler.workers.draft_load import DraftLoad
+from spool.deploy.autoscaling.control import GroupControl
+from spool.deploy.autoscaling.policy import OPEN_REQUESTS, FollowScheduler
+from spool.deploy.autoscaling.reporter import Autoscaler
+from spool.deploy.config.loading import configuration_from, load_configuration
+from spool.deploy.config.placement import WorkerAutoscaling
+from spool.deploy.ray_app.application import settled
+from spool.deploy.ray_app.serve_options import replica_options, serve_content
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import Role
+from spool.scheduler.statistics import WorkerSnapshot
+from spool.services.scheduler.workers.draft_load import DraftLoad
 
 PACE = {"upscale_delay_seconds": 10.0, "downscale_delay_seconds": 60.0}
 RULES = WorkerAutoscaling(max_replicas=5, **PACE)
@@ -206,7 +206,7 @@ def test_the_file_for_serve_names_the_policy_and_its_rules_beside_the_arguments(
 
 def test_what_only_this_process_knows_goes_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The application is built somewhere else, from one replica of each kind."""
-    monkeypatch.setattr("deploy.ray_app.gpus._gpus_of_ray", lambda: 3.0)
+    monkeypatch.setattr("spool.deploy.ray_app.gpus._gpus_of_ray", lambda: 3.0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli.command_line import app, run
+from spool.deploy.cli.command_line import app, run
 from tests.support.command_line import CHARACTERS, save_tokenizer, spool, spool_here, write_lines
 
 

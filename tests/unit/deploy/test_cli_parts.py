@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli.chat import chat
-from deploy.cli.command_options import SERVING, takes_options
-from deploy.config.loading import GivenValue, load_configuration
-from deploy.config.spool_config import SpoolConfig
-from deploy.errors import RunError, UsageError
-from deploy.offline.comparison import compare
-from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
-from deploy.offline.prompts import Prompt, load_prompts
-from deploy.offline.results import settings_digest
-from deploy.offline.settings import SamplingSettings, configured
-from deploy.workers import worker_devices
-from engine.models.memory_plan import model_memory
-from engine.settings import BATCHED_TOKENS_ON_GPU
-from scheduler.config import SchedulerConfig
-from scheduler.sampling import SamplingParameters
-from services.gateway.settings import TlsFiles
-from services.text.tokenizer import ModelTokenizer
+from spool.deploy.cli.chat import chat
+from spool.deploy.cli.command_options import SERVING, takes_options
+from spool.deploy.config.loading import GivenValue, load_configuration
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.offline.comparison import compare
+from spool.deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
+from spool.deploy.offline.prompts import Prompt, load_prompts
+from spool.deploy.offline.results import settings_digest
+from spool.deploy.offline.settings import SamplingSettings, configured
+from spool.deploy.workers import worker_devices
+from spool.engine.models.memory_plan import model_memory
+from spool.engine.settings import BATCHED_TOKENS_ON_GPU
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.gateway.settings import TlsFiles
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import save_tokenizer, spool_here, write_lines
 from tests.support.tiny_models import tiny_model
 
@@ -151,12 +151,12 @@ def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokeniz
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 2)
+    monkeypatch.setattr("spool.deploy.workers.count_gpus", lambda device: 2)
     assert worker_devices("cuda", [1] * 3) == ["cuda:0", "cuda:1", "cuda:0"]
     assert worker_devices("auto", []) == []
     with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, so that .* have 3 GPUs: this machine has 2"):
         worker_devices("auto", [2, 1])
-    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 0)
+    monkeypatch.setattr("spool.deploy.workers.count_gpus", lambda device: 0)
     with pytest.raises(UsageError, match="no GPU"):
         worker_devices("cuda", [1])
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.assembly.gateway import gateway_settings
-from deploy.cli import command_line as cli
-from deploy.cluster.addresses import metrics_urls
-from deploy.config.loading import configuration_from, load_configuration
-from deploy.config.problems import ConfigurationError
-from deploy.config.spool_config import SpoolConfig
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import Role
-from services.gateway.answers.formats import ToolFormat
-from services.gateway.api_keys import ApiKeys
-from services.gateway.settings import SamplingDefaults
+from spool.deploy.assembly.gateway import gateway_settings
+from spool.deploy.cli import command_line as cli
+from spool.deploy.cluster.addresses import metrics_urls
+from spool.deploy.config.loading import configuration_from, load_configuration
+from spool.deploy.config.problems import ConfigurationError
+from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import Role
+from spool.services.gateway.answers.formats import ToolFormat
+from spool.services.gateway.api_keys import ApiKeys
+from spool.services.gateway.settings import SamplingDefaults
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -397,7 +397,7 @@ def test_options_override_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) 
     file.write_text("models: {target: a, draft: b}\ngateway: {port: 81, grpc_port: 82}\n")
     monkeypatch.chdir(file.parent)
     served: list[SpoolConfig] = []
-    monkeypatch.setattr("deploy.cli.serve.serve", lambda config, detach: served.append(config))
+    monkeypatch.setattr("spool.deploy.cli.serve.serve", lambda config, detach: served.append(config))
     assert cli.run(["serve"]) == 0
     words = "serve m --port 83 --api-key k1 --api-key k2 --kv-memory 2GiB --no-exact --policy ragged --threads 3"
     assert cli.run([*words.split(), "--set", "gateway.port=84", "--host", "0.0.0.0"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.cli.logs import log_files
+from spool.deploy.cli.logs import log_files
 
 
 def write(path: Path, *lines: str) -> Path:

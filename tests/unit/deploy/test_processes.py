@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.config.loading import load_configuration
-from deploy.offline.cell import worker_launches
-from deploy.workers import cell_workers
-from scheduler.messages import Role
+from spool.deploy.config.loading import load_configuration
+from spool.deploy.offline.cell import worker_launches
+from spool.deploy.workers import cell_workers
+from spool.scheduler.messages import Role
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict[str, str]:
-    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: gpus)
-    monkeypatch.setattr("deploy.workers.worker_memory", lambda engine, role: {"role": role})
+    monkeypatch.setattr("spool.deploy.workers.count_gpus", lambda device: gpus)
+    monkeypatch.setattr("spool.deploy.workers.worker_memory", lambda engine, role: {"role": role})
     planned = cell_workers(load_configuration(None, overrides))
     found = {worker.name: str(worker.settings.get("device", "none")) for worker in planned}
     for worker in planned:

@@ -15,24 +15,24 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
-from deploy.assembly.gateway import gateway_settings
-from deploy.assembly.plain_message import plain_message
-from deploy.assembly.secrets import SecretError, channel_security
-from deploy.cli import command_line as cli
-from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url, with_metrics_port
-from deploy.cluster.client import reason_of_failure
-from deploy.cluster.local_ray import LocalRay
-from deploy.cluster.served_state import Served, StateFolder
-from deploy.config.ingress import InternalSettings
-from deploy.config.loading import configuration_from, load_configuration
-from deploy.config.spool_config import RaySettings
-from deploy.errors import RunError, UsageError
-from deploy.ray_app.application import settled
-from deploy.ray_app.gpus import gpus_per_replica, on_gpus_of_ray
-from deploy.ray_app.serve_options import serve_file
-from protos import scheduler_pb2
-from scheduler.messages import Role
-from services.gateway.settings import SamplingDefaults
+from spool.deploy.assembly.gateway import gateway_settings
+from spool.deploy.assembly.plain_message import plain_message
+from spool.deploy.assembly.secrets import SecretError, channel_security
+from spool.deploy.cli import command_line as cli
+from spool.deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url, with_metrics_port
+from spool.deploy.cluster.client import reason_of_failure
+from spool.deploy.cluster.local_ray import LocalRay
+from spool.deploy.cluster.served_state import Served, StateFolder
+from spool.deploy.config.ingress import InternalSettings
+from spool.deploy.config.loading import configuration_from, load_configuration
+from spool.deploy.config.spool_config import RaySettings
+from spool.deploy.errors import RunError, UsageError
+from spool.deploy.ray_app.application import settled
+from spool.deploy.ray_app.gpus import gpus_per_replica, on_gpus_of_ray
+from spool.deploy.ray_app.serve_options import serve_file
+from spool.protos import scheduler_pb2
+from spool.scheduler.messages import Role
+from spool.services.gateway.settings import SamplingDefaults
 from tests.support.certificates import issue
 from tests.support.command_line import spool_here
 from tests.support.ports import free_ports
@@ -48,7 +48,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, of_ray: float, *overrides: str) -> dict[Role, float]:
-    monkeypatch.setattr("deploy.ray_app.gpus._gpus_of_ray", lambda: of_ray)
+    monkeypatch.setattr("spool.deploy.ray_app.gpus._gpus_of_ray", lambda: of_ray)
     return dict(gpus_per_replica(on_gpus_of_ray(load_configuration(None, overrides))))
 
 
@@ -306,7 +306,7 @@ def test_the_reason_is_found_in_what_serve_says() -> None:
     message = """The deployment failed to start 2 times in a row. See controller logs for details.
 Traceback (most recent call last):
   File "x.py", line 1, in f
-engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_attention is supported"""
+spool.engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_attention is supported"""
     assert reason_of_failure(message).endswith("only full_attention is supported")
     assert reason_of_failure("nothing known") == "nothing known"
     assert "if memory ran out: " in reason_of_failure("Traceback ...\nMemoryError: Unable to allocate 400 GiB\n")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backends import AttentionRule, Span
-from engine.exactness.attention_probe import AttentionProbe
-from engine.kv.paged_kv import LayerKv, PagedKv
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.exactness.attention_probe import AttentionProbe
+from spool.engine.kv.paged_kv import LayerKv, PagedKv
 
 PAGE, LONGEST, HEADS, KV_HEADS, DIM = 8, 512, 4, 2, 16
 MOST_ROWS = 8

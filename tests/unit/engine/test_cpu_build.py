@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.build import CompilationError, Library, compiled_library
-from engine.cpu.isa import available_isas
-from engine.cpu.kernels import load_cpu_kernels
+from spool.engine.cpu.build import CompilationError, Library, compiled_library
+from spool.engine.cpu.isa import available_isas
+from spool.engine.cpu.kernels import load_cpu_kernels
 
 FOLDER = "cpu-kernels"
 # Writes the file that it is asked for, and counts its calls.

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backends import AttentionRule, Span
-from engine.cpu.attention import KernelBackend
-from engine.cpu.kernels import CpuKernels, Panels
-from engine.cpu.logits_scan import KernelScan
-from engine.kv.paged_kv import LayerKv
-from engine.quantization import rounding as quantization
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.cpu.attention import KernelBackend
+from spool.engine.cpu.kernels import CpuKernels, Panels
+from spool.engine.cpu.logits_scan import KernelScan
+from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.quantization import rounding as quantization
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 from tests.support import reference_attention
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 

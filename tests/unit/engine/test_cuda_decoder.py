@@ -21,27 +21,27 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from engine.attention.backends import AttentionRule, Span
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda.setup import GpuPasses
-from engine.description import EngineDescription
-from engine.drafting.model_draft import DraftEngine
-from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
-from engine.kv.pages import PagePool, PageTable
-from engine.layers.linear import linear_of
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
-from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner
-from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from engine.quantization.model import round_weights
-from engine.sampling.grammars import Grammars
-from engine.sampling.logits_scan import LogitsScan
-from engine.steps import ProposeRow, VerifyRow
-from engine.target import TargetEngine
-from scheduler.messages import PromptScoring, Role
-from scheduler.sampling import Grammar, SamplingParameters
-from services.gateway.grammar_check import definition
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.layers.linear import linear_of
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from spool.engine.quantization.model import round_weights
+from spool.engine.sampling.grammars import Grammars
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.steps import ProposeRow, VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import PromptScoring, Role
+from spool.scheduler.sampling import Grammar, SamplingParameters
+from spool.services.gateway.grammar_check import definition
 from tests.support.command_line import tokenizer_of
 from tests.support.gpu_work import Work
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
@@ -55,7 +55,7 @@ PIECES = (7, 1, 3, 1)
 @pytest.fixture(scope="module")
 def fused_decoder() -> ModuleType:
     interpreted_attention()
-    return importlib.import_module("engine.cuda.fused_decoder")
+    return importlib.import_module("spool.engine.cuda.fused_decoder")
 
 
 def tiny_model(config: type[PreTrainedConfig], **more: object) -> PreTrainedModel:
@@ -151,7 +151,7 @@ def test_a_rounded_model_gives_the_bits_of_its_expanded_weights(
     fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply_in_one_order(monkeypatch)
-    products = importlib.import_module("engine.cuda.triton_product")
+    products = importlib.import_module("spool.engine.cuda.triton_product")
     gpu = GpuPasses("", lambda page_size: RowByRow(), None, products.TritonLinear)
     found = []
     for kept in (True, False):
@@ -178,7 +178,7 @@ def expand(model: PreTrainedModel) -> None:
 def engines_of(model: PreTrainedModel, scan: LogitsScan | None = None) -> tuple[TargetEngine, DraftEngine]:
     """Of one model, all by kernels unless the scan is another one, each with pages of its own."""
     products, attention, sampling = (
-        importlib.import_module(f"engine.cuda.triton_{name}") for name in ("product", "attention", "sampling")
+        importlib.import_module(f"spool.engine.cuda.triton_{name}") for name in ("product", "attention", "sampling")
     )
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     gpu = GpuPasses("", lambda page: attention.TritonBackend(*heads, page, CPU), None, products.TritonLinear)
@@ -261,7 +261,7 @@ def test_what_follows_a_pass_launches_few_kernels_whatever_is_asked_for(
 ) -> None:
     """Also where the rows are sampled in three parts, as 512 of the largest vocabularies are."""
     model = tiny_model(Qwen3Config, num_hidden_layers=1).to(torch.float16)
-    make_scan = importlib.import_module("engine.cuda.triton_sampling").TritonScan
+    make_scan = importlib.import_module("spool.engine.cuda.triton_sampling").TritonScan
     whole, in_parts = make_scan(), make_scan(3 * VOCABULARY)
     fed = kernels_of_a_step(model, 4, whole, monkeypatch, sample=False)
     few, more, parts = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import DraftVocabularyError
-from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from spool.engine.errors import DraftVocabularyError
+from spool.engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
 
 
 def test_ids_are_read_as_they_stand(tmp_path: Path) -> None:

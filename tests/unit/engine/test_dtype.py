@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.cpu.linear import can_prepack
-from engine.models.dtype import COMPUTED, best_dtype
+from spool.engine.cpu.linear import can_prepack
+from spool.engine.models.dtype import COMPUTED, best_dtype
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cpu.experts import replace_experts
+from spool.engine.cpu.experts import replace_experts
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.tiny_models import tiny_model
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
@@ -31,7 +31,7 @@ Replace = Callable[[nn.Module], None]
 def replace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Replace:
     if request.param == "cpu":
         return lambda block: replace_experts(block, compiled_kernels(block.experts.down_proj.dtype))
-    module = interpreted("engine.cuda.triton_experts")
+    module = interpreted("spool.engine.cuda.triton_experts")
     multiply_in_one_order(monkeypatch)
     replace_all: Replace = module.replace_experts
     return replace_all

@@ -12,9 +12,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from engine.errors import UnsupportedModelError
-from engine.quantization.gguf_file import TYPES, GgufFile
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.quantization.gguf_file import TYPES, GgufFile
+from spool.engine.quantization.weights import QuantizedWeight
 
 FLOATS = {"F32": np.float32, "F16": np.float16}
 METADATA = {

@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.errors import UnsupportedModelError
-from engine.exactness.fingerprint import folder_parts
-from engine.models.fetching import fetch_model
-from engine.models.memory_plan import model_memory
-from engine.models.source import ModelNotFoundError, resolve_model, weights_path
-from engine.quantization.gguf_file import GgufFile
-from engine.quantization.gguf_folder import gguf_folder
-from engine.quantization.gguf_model import gguf_weights
-from engine.quantization.weights import QuantizedWeight
-from scheduler.messages import Role
-from services.gateway.settings import model_sampling_defaults
-from services.text.chat_template import ChatTemplateError
-from services.text.tokenizer import ModelTokenizer
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.exactness.fingerprint import folder_parts
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.memory_plan import model_memory
+from spool.engine.models.source import ModelNotFoundError, resolve_model, weights_path
+from spool.engine.quantization.gguf_file import GgufFile
+from spool.engine.quantization.gguf_folder import gguf_folder
+from spool.engine.quantization.gguf_model import gguf_weights
+from spool.engine.quantization.weights import QuantizedWeight
+from spool.scheduler.messages import Role
+from spool.services.gateway.settings import model_sampling_defaults
+from spool.services.text.chat_template import ChatTemplateError
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.gguf_models import SHAPE, TOKENS, Change, shape_of, stated, write_model
 
 SILENT: Callable[[str, float | None], None] = lambda message, fraction: None  # noqa: E731

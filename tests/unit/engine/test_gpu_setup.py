@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.backends import AttentionRule
-from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
-from engine.models.kernels import logits_scan
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
-from engine.passes.device import host_buffer, pinned
-from engine.sampling.logits_scan import LogitsScan
+from spool.engine.attention.backends import AttentionRule
+from spool.engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
+from spool.engine.models.kernels import logits_scan
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.device import host_buffer, pinned
+from spool.engine.sampling.logits_scan import LogitsScan
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
 
@@ -71,7 +71,7 @@ def test_kernels_that_work_are_used_in_any_family(caplog: pytest.LogCaptureFixtu
 def test_products_of_other_values_or_bits_are_not_used(
     error: float, rows: range, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = interpreted("engine.cuda.triton_product")
+    products = interpreted("spool.engine.cuda.triton_product")
     forward = products.TritonLinear.forward
 
     def off(self: nn.Module, given: torch.Tensor) -> torch.Tensor:
@@ -173,9 +173,9 @@ def test_sampling_is_used_where_it_chooses_what_torch_chooses(
         return LogitsScan().logprobs(logits * 1.5, rows, *given)
 
     if fault == "other log probabilities":
-        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "logprobs", logprobs)
+        monkeypatch.setattr(interpreted("spool.engine.cuda.triton_sampling").TritonScan, "logprobs", logprobs)
     elif fault:
-        monkeypatch.setattr(interpreted("engine.cuda.triton_sampling").TritonScan, "sample", sample)
+        monkeypatch.setattr(interpreted("spool.engine.cuda.triton_sampling").TritonScan, "sample", sample)
     model = tiny_model("llama", **TORCH_SHAPE)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, GpuPasses("", backend, None))
     for token_ids in (None, torch.arange(0, VOCABULARY, 2)):

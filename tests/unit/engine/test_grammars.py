@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine.sampling.grammars import GrammarError, GrammarRow, Grammars, GrammarState, GrammarTokens, check_grammar
-from scheduler.sampling import MAX_GRAMMAR_BYTES, Grammar
-from services.gateway.grammar_check import definition
+from spool.engine.sampling.grammars import (
+    GrammarError,
+    GrammarRow,
+    Grammars,
+    GrammarState,
+    GrammarTokens,
+    check_grammar,
+)
+from spool.scheduler.sampling import MAX_GRAMMAR_BYTES, Grammar
+from spool.services.gateway.grammar_check import definition
 from tests.support.tiny_chat import END, tiny_chat_tokenizer
 
 

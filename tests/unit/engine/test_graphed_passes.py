@@ -11,25 +11,25 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backends import TILE_POSITIONS, Span
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda.setup import GpuPasses
-from engine.description import EngineDescription
-from engine.drafting.model_draft import DraftEngine
-from engine.exactness.calibration import candidate_row_counts
-from engine.kv.pages import PagePool, PageTable
-from engine.models import loaded_model
-from engine.models.loaded_model import LoadedModel
-from engine.models.vocabulary import Vocabulary
-from engine.passes.eager import forward
-from engine.passes.graphed import Capture, Compute
-from engine.passes.layout import BatchedSequence
-from engine.passes.page_lists import PageLists
-from engine.passes.runner import ModelRunner
-from engine.passes.warm_up import capture_graphs
-from engine.sampling.logits_scan import LogitsScan
-from engine.steps import ProposeRow
-from scheduler.sampling import SamplingParameters
+from spool.engine.attention.backends import TILE_POSITIONS, Span
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.exactness.calibration import candidate_row_counts
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models import loaded_model
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.eager import forward
+from spool.engine.passes.graphed import Capture, Compute
+from spool.engine.passes.layout import BatchedSequence
+from spool.engine.passes.page_lists import PageLists
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.passes.warm_up import capture_graphs
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.steps import ProposeRow
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.gpu_work import Captures
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted_attention

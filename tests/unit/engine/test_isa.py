@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cpu.isa import CPU_ISAS, ISA_VARIABLE, available_isas, chosen_isa, library_limits
+from spool.engine.cpu.isa import CPU_ISAS, ISA_VARIABLE, available_isas, chosen_isa, library_limits
 
 AVAILABLE = [isa.name for isa in available_isas()]
 

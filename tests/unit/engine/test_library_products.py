@@ -16,8 +16,8 @@ ROW_COUNTS = (1, 64, 66, 80, 96)
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     multiply_in_one_order(monkeypatch)
-    interpreted("engine.cuda.library_products")
-    return interpreted("engine.cuda.triton_product")
+    interpreted("spool.engine.cuda.library_products")
+    return interpreted("spool.engine.cuda.triton_product")
 
 
 class Library:
@@ -42,7 +42,7 @@ def model(products: ModuleType, bias: bool) -> nn.Module:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_library_of_the_same_bits_multiplies_many_rows(products: ModuleType, bias: bool) -> None:
-    from engine.cuda.library_products import use_library
+    from spool.engine.cuda.library_products import use_library
 
     layers, library = model(products, bias), Library(products)
     rows = torch.randn(96, 128).half()
@@ -60,7 +60,7 @@ def test_a_library_of_the_same_bits_multiplies_many_rows(products: ModuleType, b
 
 
 def test_a_library_of_other_bits_is_not_used(products: ModuleType) -> None:
-    from engine.cuda.library_products import use_library
+    from spool.engine.cuda.library_products import use_library
 
     rows = torch.randn(96, 128).half()
     for library, used in ((Library(products, in_order=False), []), (Library(products, other=96), [66, 80])):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cpu.linear import KernelLinear, PrepackedLinear, can_prepack, prepack_linears
+from spool.engine.cpu.linear import KernelLinear, PrepackedLinear, can_prepack, prepack_linears
 from tests.support.cpu_kernels import NEEDS_ONEDNN_BF16, compiled_kernels
 
 

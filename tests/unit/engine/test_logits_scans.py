@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import KernelScan
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.sampler import sample_tokens
-from scheduler.sampling import SamplingParameters
+from spool.engine.cpu.logits_scan import KernelScan
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.sampler import sample_tokens
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.triton_kernel import interpreted
 
@@ -47,7 +47,7 @@ def scan(place: Place) -> Iterator[LogitsScan]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     if isa == GPU:
-        yield interpreted("engine.cuda.triton_sampling").TritonScan()
+        yield interpreted("spool.engine.cuda.triton_sampling").TritonScan()
     else:
         yield KernelScan(compiled_kernels(dtype, isa))
     torch.set_num_threads(before)
@@ -138,7 +138,7 @@ def test_rows_of_all_kinds_in_one_batch(scan: LogitsScan, place: Place) -> None:
     expected = sample_tokens(scores, rows)
     assert sample_tokens(scores, rows, scan=scan) == expected
     if place[0] == GPU:
-        in_parts = interpreted("engine.cuda.triton_sampling").TritonScan(listed_at_once=4 * 1500)
+        in_parts = interpreted("spool.engine.cuda.triton_sampling").TritonScan(listed_at_once=4 * 1500)
         assert sample_tokens(scores, rows, scan=in_parts) == expected
     for kind in range(len(kinds)):
         some = slice(kind, None, len(kinds))

@@ -15,24 +15,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention.backends import MatmulBackend, unrestricted_form
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.description import EngineDescription
-from engine.drafting.model_draft import DraftEngine
-from engine.errors import GpuMemoryError
-from engine.kv.paged_kv import PagedKv, PagedKvStore
-from engine.kv.pages import PagePool, PageTable
-from engine.models.loaded_model import KvShape
-from engine.models.memory_plan import MAX_LOGITS_ROWS, MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
-from engine.parallel.shards import part_of
-from engine.passes.runner import ModelRunner
-from engine.quantization.gguf_folder import gguf_folder
-from engine.quantization.model import build_model, open_weights, round_weights
-from engine.sampling.logits_scan import LogitsScan
-from engine.steps import ProposeRow, RowOutcome, VerifyRow
-from engine.target import TargetEngine
-from scheduler.messages import PromptScoring
-from scheduler.sampling import SamplingParameters
+from spool.engine.attention.backends import MatmulBackend, unrestricted_form
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.description import EngineDescription
+from spool.engine.drafting.model_draft import DraftEngine
+from spool.engine.errors import GpuMemoryError
+from spool.engine.kv.paged_kv import PagedKv, PagedKvStore
+from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.models.loaded_model import KvShape
+from spool.engine.models.memory_plan import MAX_LOGITS_ROWS, MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from spool.engine.parallel.shards import part_of
+from spool.engine.passes.runner import ModelRunner
+from spool.engine.quantization.gguf_folder import gguf_folder
+from spool.engine.quantization.model import build_model, open_weights, round_weights
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.steps import ProposeRow, RowOutcome, VerifyRow
+from spool.engine.target import TargetEngine
+from spool.scheduler.messages import PromptScoring
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.gguf_models import write_model
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.fetching import fetch_model
-from engine.models.source import (
+from spool.engine.models.fetching import fetch_model
+from spool.engine.models.source import (
     DEMO_MARKER,
     ModelNotFoundError,
     SourceKind,
@@ -15,7 +15,7 @@ from engine.models.source import (
     demo_marker,
     resolve_model,
 )
-from scheduler.messages import Role
+from spool.scheduler.messages import Role
 
 
 @pytest.fixture

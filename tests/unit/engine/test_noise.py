@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from engine import ieee_math
-from engine.sampling.noise import (
+from spool.engine import ieee_math
+from spool.engine.sampling.noise import (
     GOLDEN,
     LARGEST_GUMBEL,
     MULTIPLIER_1,

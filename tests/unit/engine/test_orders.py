@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.parallel.ranks import Ranks, join_ranks
+from spool.engine.parallel.ranks import Ranks, join_ranks
 
 SIZE = 3
 

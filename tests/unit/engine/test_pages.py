@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv.groups import PageGroup, lanes_of, page_groups
-from engine.kv.paged_kv import PagedKv
-from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
-from engine.kv.prefix_cache import PrefixCache
-from scheduler.page_counts import PageCounts
+from spool.engine.kv.groups import PageGroup, lanes_of, page_groups
+from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
+from spool.engine.kv.prefix_cache import PrefixCache
+from spool.scheduler.page_counts import PageCounts
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 SCOPES = (b"", b"s" * 32)

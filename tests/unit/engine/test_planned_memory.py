@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda.setup import GpuPasses
-from engine.kv.groups import lanes_of, page_groups
-from engine.kv.pages import PagePool
-from engine.models.loaded_model import LoadedModel
-from engine.models.memory_plan import (
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.kv.groups import lanes_of, page_groups
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.memory_plan import (
     BESIDE_TENSORS,
     MAX_LOGITS_ROWS,
     SHAPED_AT_ONCE,
@@ -34,13 +34,13 @@ from engine.models.memory_plan import (
     model_memory,
     plan_memory,
 )
-from engine.models.vocabulary import Vocabulary
-from engine.passes.graph_sizes import MOST_ROWS
-from engine.passes.warm_up import warm_up
-from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from engine.quantization.rounding import rounded
-from engine.quantization.sizes import HEAD_BITS
-from engine.settings import BATCHED_TOKENS_ON_GPU
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.graph_sizes import MOST_ROWS
+from spool.engine.passes.warm_up import warm_up
+from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from spool.engine.quantization.rounding import rounded
+from spool.engine.quantization.sizes import HEAD_BITS
+from spool.engine.settings import BATCHED_TOKENS_ON_GPU
 from tests.support.triton_kernel import interpreted
 
 PAGE = 16
@@ -162,7 +162,7 @@ def save_headers(model: PreTrainedModel, folder: Path) -> None:
 @pytest.mark.parametrize(("name", "gib", "bits"), CASES)
 def test_what_is_planned_is_what_is_allocated(name: str, gib: int, bits: int, tmp_path: Path) -> None:
     attention, products, launches = (
-        interpreted(f"engine.cuda.{module}") for module in ("triton_attention", "triton_product", "launches")
+        interpreted(f"spool.engine.cuda.{module}") for module in ("triton_attention", "triton_product", "launches")
     )
     save_headers(meta_model(name), tmp_path)
     tokens, quantization = BATCHED_TOKENS_ON_GPU, "none" if bits == 16 else f"int{bits}"

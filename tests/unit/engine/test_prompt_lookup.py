@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from engine.drafting.prompt_lookup import TokenPlaces
-from engine.drafting.proposer import Asked, Lookup
-from engine.drafting.sequence import SequenceDrafting
-from engine.kv.pages import PageTable
-from engine.steps import RowOutcome, VerifyRow
-from scheduler.sampling import SamplingParameters
+from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.proposer import Asked, Lookup
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.kv.pages import PageTable
+from spool.engine.steps import RowOutcome, VerifyRow
+from spool.scheduler.sampling import SamplingParameters
 
 
 def searched(history: list[int], count: int, shortest: int, longest: int) -> list[int]:

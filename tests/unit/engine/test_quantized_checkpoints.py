@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from engine.errors import UnsupportedModelError
-from engine.models.compatibility import check_config
-from engine.models.reading import read_config
-from engine.quantization.checkpoints import checkpoint_weights
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.compatibility import check_config
+from spool.engine.models.reading import read_config
+from spool.engine.quantization.checkpoints import checkpoint_weights
+from spool.engine.quantization.weights import QuantizedWeight
 
 LAYER = "model.layers.0.mlp.up_proj"
 WEIGHT = f"{LAYER}.weight"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention.backends import AttentionRule, MatmulBackend, Span, unrestricted_form
-from engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
+from spool.engine.attention.backends import AttentionRule, MatmulBackend, Span, unrestricted_form
+from spool.engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.reference_attention import attended
 

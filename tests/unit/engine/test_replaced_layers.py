@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.backends import AttentionRule
-from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda.setup import GpuPasses
-from engine.errors import UnsupportedModelError
-from engine.models.loaded_model import LoadedModel
-from engine.models.replaced_layers import replace_layers
-from engine.models.vocabulary import Vocabulary
+from spool.engine.attention.backends import AttentionRule
+from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cuda.setup import GpuPasses
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.loaded_model import LoadedModel
+from spool.engine.models.replaced_layers import replace_layers
+from spool.engine.models.vocabulary import Vocabulary
 from tests.support.tiny_models import VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
 
@@ -28,13 +28,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    interpreted("engine.cuda.triton_attention")
+    interpreted("spool.engine.cuda.triton_attention")
     multiply_in_one_order(monkeypatch)
-    return importlib.import_module("engine.cuda.fused_decoder")
+    return importlib.import_module("spool.engine.cuda.fused_decoder")
 
 
 def loaded_model(family: str, dtype: torch.dtype, layers: int = 2) -> LoadedModel:
-    attention, products = (importlib.import_module(f"engine.cuda.triton_{name}") for name in ("attention", "product"))
+    attention, products = (
+        importlib.import_module(f"spool.engine.cuda.triton_{name}") for name in ("attention", "product")
+    )
     torch.manual_seed(1)
     model = tiny_model(family, num_hidden_layers=layers)
     with torch.no_grad():
@@ -148,7 +150,7 @@ def test_layers_that_compute_something_else_are_refused(
 @pytest.mark.usefixtures("decoder")
 def test_products_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one column of one layer."""
-    products = interpreted("engine.cuda.triton_product")
+    products = interpreted("spool.engine.cuda.triton_product")
     forward = products.TritonLinear.forward
 
     def wrong(self: Any, rows: torch.Tensor) -> torch.Tensor:

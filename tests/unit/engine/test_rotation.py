@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine import ieee_math
-from engine.layers.rotation import RotationTable, inverse_frequencies
+from spool.engine import ieee_math
+from spool.engine.layers.rotation import RotationTable, inverse_frequencies
 
 # Of float32.
 STEP = 2.0**-23

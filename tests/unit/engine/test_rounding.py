@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.quantization.rounding import rounded
+from spool.engine.quantization.rounding import rounded
 
 GROUP = 32
 RANDOM = torch.randn(6, 96, generator=torch.Generator().manual_seed(1))

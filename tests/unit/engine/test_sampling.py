@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_shaping import deficits, kept_tokens
-from engine.sampling.logprobs import token_logprobs
-from engine.sampling.noise import gumbel, row_key
-from engine.sampling.sampler import sample_tokens
-from scheduler.sampling import SamplingParameters
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_shaping import deficits, kept_tokens
+from spool.engine.sampling.logprobs import token_logprobs
+from spool.engine.sampling.noise import gumbel, row_key
+from spool.engine.sampling.sampler import sample_tokens
+from spool.scheduler.sampling import SamplingParameters
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

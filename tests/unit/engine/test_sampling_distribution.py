@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.sampling.context import SamplingContext
-from engine.sampling.sampler import sample_tokens
-from scheduler.sampling import SamplingParameters
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.sampler import sample_tokens
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.distribution import distribution
 
 HISTORY = (3, 3, 5, 7, 7, 7, 11, 2)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import KernelScan
-from engine.sampling.context import SamplingContext
-from engine.sampling.logits_scan import LogitsScan
-from engine.sampling.logits_shaping import deficits, kept_tokens
-from engine.sampling.noise import gumbel, row_key
-from engine.sampling.sampler import sample_tokens, shaped_scores
-from scheduler.sampling import SamplingParameters
+from spool.engine.cpu.logits_scan import KernelScan
+from spool.engine.sampling.context import SamplingContext
+from spool.engine.sampling.logits_scan import LogitsScan
+from spool.engine.sampling.logits_shaping import deficits, kept_tokens
+from spool.engine.sampling.noise import gumbel, row_key
+from spool.engine.sampling.sampler import sample_tokens, shaped_scores
+from spool.scheduler.sampling import SamplingParameters
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.sampling_mixtures import POSITION, Batch, Expected, random_batch
 from tests.support.triton_kernel import interpreted
@@ -94,7 +94,7 @@ def test_the_kernels_of_a_cpu_sample_alike(dtype: torch.dtype) -> None:
 
 
 def test_the_kernels_of_a_gpu_sample_alike() -> None:
-    scan = interpreted("engine.cuda.triton_sampling").TritonScan()
+    scan = interpreted("spool.engine.cuda.triton_sampling").TritonScan()
     assert wrong_mixtures(12, seed=3, scan=scan, largest=2100) == []
 
 
@@ -111,7 +111,7 @@ FILTERS: Sequence[dict[str, float]] = (
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_kernels_of_a_gpu_keep_the_last_token_that_the_sampler_keeps_and_none_after_it(ties: bool) -> None:
     """Each row is drawn with a seed for which its last token wins, and with one for which the next one would."""
-    scan = interpreted("engine.cuda.triton_sampling").TritonScan()
+    scan = interpreted("spool.engine.cuda.triton_sampling").TritonScan()
     line = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 0.5
     line = (line * 4).round() / 4 if ties else line
     keys = torch.tensor([row_key(seed, POSITION) for seed in range(4000)])[:, None]

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention.backends import AttentionRule, Span
-from engine.kv.paged_kv import PagedKv
+from spool.engine.attention.backends import AttentionRule, Span
+from spool.engine.kv.paged_kv import PagedKv
 from tests.support.reference_attention import attended
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 

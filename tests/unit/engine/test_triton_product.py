@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.quantization.weights import QuantizedWeight
+from spool.engine.quantization.weights import QuantizedWeight
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
 
 # Outputs and inner dimensions: in one part, two and four, of whole blocks and not.
@@ -20,7 +20,7 @@ DTYPES = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = interpreted("engine.cuda.triton_product")
+    module = interpreted("spool.engine.cuda.triton_product")
     multiply_in_one_order(monkeypatch)
     return module
 

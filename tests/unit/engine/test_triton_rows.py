@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.kv.paged_kv import LayerKv
+from spool.engine.kv.paged_kv import LayerKv
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 if TYPE_CHECKING:
-    from engine.cuda.triton_product import Parts
+    from spool.engine.cuda.triton_product import Parts
 
 CPU = torch.device("cpu")
 PAGES, PAGE = 6, 16
@@ -24,7 +24,7 @@ ROW_COUNTS = (1, 2, 17, 33)
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     interpreted_attention()
-    return importlib.import_module("engine.cuda.triton_rows")
+    return importlib.import_module("spool.engine.cuda.triton_rows")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def random(dtype: torch.dtype, *shape: int, seed: int = 1) -> torch.Tensor:
 
 def parts(sums: torch.Tensor, bias: torch.Tensor | None = None) -> Parts:
     """`[parts, rows, out]`."""
-    return importlib.import_module("engine.cuda.triton_product").Parts(sums, bias)
+    return importlib.import_module("spool.engine.cuda.triton_product").Parts(sums, bias)
 
 
 def whole(product: torch.Tensor) -> Parts:

@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, joined
-from services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
-from services.gateway.answers.reader import AnswerForm, AnswerReader
-from services.gateway.answers.reasoning import Reasoning
-from services.gateway.answers.schema_form import schema_fault
-from services.gateway.answers.tools import Tool
-from services.text.chat_template import ChatTemplate
+from spool.services.gateway.answers.deltas import (
+    AnswerDelta,
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+    joined,
+)
+from spool.services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
+from spool.services.gateway.answers.reader import AnswerForm, AnswerReader
+from spool.services.gateway.answers.reasoning import Reasoning
+from spool.services.gateway.answers.schema_form import schema_fault
+from spool.services.gateway.answers.tools import Tool
+from spool.services.text.chat_template import ChatTemplate
 from tests.support import chat_templates
 from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL
 

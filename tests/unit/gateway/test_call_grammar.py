@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from engine.sampling.grammars import GrammarTokens
-from services.gateway.answers.call_grammar import calls_grammar, free_grammar, held_fault
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
-from services.gateway.answers.formats import FORMATS, CallFormat, ToolFormat
-from services.gateway.answers.reader import AnswerForm, AnswerReader
-from services.gateway.answers.reasoning import Reasoning
-from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.grammar_check import definition
+from spool.engine.sampling.grammars import GrammarTokens
+from spool.services.gateway.answers.call_grammar import calls_grammar, free_grammar, held_fault
+from spool.services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from spool.services.gateway.answers.formats import FORMATS, CallFormat, ToolFormat
+from spool.services.gateway.answers.reader import AnswerForm, AnswerReader
+from spool.services.gateway.answers.reasoning import Reasoning
+from spool.services.gateway.answers.tools import Tool, ToolUse
+from spool.services.gateway.grammar_check import definition
 from tests.unit.services.test_tokenizer import byte_level
 
 WEATHER: dict[str, Any] = {

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
-from services.backend.interface import GenerationRequest
-from services.backend.sequence_stream import SequenceFailedError
-from services.gateway.answers.reasoning import Reasoning
-from services.gateway.choice import Choice, Piece
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.options import GenerationOptions
-from services.text.incremental_decoder import IncrementalDecoder
+from spool.scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from spool.services.backend.interface import GenerationRequest
+from spool.services.backend.sequence_stream import SequenceFailedError
+from spool.services.gateway.answers.reasoning import Reasoning
+from spool.services.gateway.choice import Choice, Piece
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.gateway.options import GenerationOptions
+from spool.services.text.incremental_decoder import IncrementalDecoder
 from tests.unit.gateway.test_stop_strings import cut
 from tests.unit.services.test_tokenizer import byte_level
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway import metrics as gateway_metrics
-from services.gateway.metrics import GatewayMetrics
+from spool.services.gateway import metrics as gateway_metrics
+from spool.services.gateway.metrics import GatewayMetrics
 
 
 def value(text: bytes, name: str, **labels: str) -> float:

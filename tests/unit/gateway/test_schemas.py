@@ -13,9 +13,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from engine.sampling.grammars import GrammarError, GrammarRow, Grammars, GrammarState, GrammarTokens, check_grammar
-from scheduler.sampling import Grammar
-from services.gateway.grammar_check import definition
+from spool.engine.sampling.grammars import (
+    GrammarError,
+    GrammarRow,
+    Grammars,
+    GrammarState,
+    GrammarTokens,
+    check_grammar,
+)
+from spool.scheduler.sampling import Grammar
+from spool.services.gateway.grammar_check import definition
 from tests.support.tiny_chat import END, tiny_chat_tokenizer
 
 TOKENIZER = tiny_chat_tokenizer().backend_tokenizer

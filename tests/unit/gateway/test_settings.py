@@ -11,9 +11,9 @@ import pytest
 from pydantic import SecretStr
 from transformers import GenerationConfig
 
-from services.gateway.api_keys import ApiKeys
-from services.gateway.errors import RequestError
-from services.gateway.settings import NamedKey, SamplingDefaults, model_sampling_defaults, not_followed
+from spool.services.gateway.api_keys import ApiKeys
+from spool.services.gateway.errors import RequestError
+from spool.services.gateway.settings import NamedKey, SamplingDefaults, model_sampling_defaults, not_followed
 
 SECRETS = {"team-a": b"tuesday", "team-b": b"wednesday"}
 

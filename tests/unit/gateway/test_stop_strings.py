@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stop_strings import StopStringCutter
+from spool.services.gateway.stop_strings import StopStringCutter
 
 LETTERS = st.text(alphabet="ab漢", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab漢", min_size=1, max_size=5), max_size=4)

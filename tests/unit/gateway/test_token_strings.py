@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.token_strings import TokenStrings
-from services.text.incremental_decoder import whole_text
-from services.text.tokenizer import ModelTokenizer
+from spool.services.gateway.token_strings import TokenStrings
+from spool.services.text.incremental_decoder import whole_text
+from spool.services.text.tokenizer import ModelTokenizer
 from tests.unit.services.test_tokenizer import byte_fallback, byte_level
 
 

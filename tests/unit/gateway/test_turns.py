@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from services.gateway.turns import KeyedThreads, KeyTurns, TooManyWaitError
-from services.observability.request_ids import note_key
+from spool.services.gateway.turns import KeyedThreads, KeyTurns, TooManyWaitError
+from spool.services.observability.request_ids import note_key
 from tests.support.waiting import LONG, until
 
 

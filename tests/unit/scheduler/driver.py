@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.core import SchedulerCore
-from scheduler.messages import (
+from spool.scheduler.config import Policy, SchedulerConfig
+from spool.scheduler.core import SchedulerCore
+from spool.scheduler.messages import (
     Command,
     DraftingReport,
     EmitTokens,
@@ -28,7 +28,7 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.state.digests import DigestedTokens
+from spool.scheduler.state.digests import DigestedTokens
 from tests.support.core_state import check_state
 from tests.unit.scheduler.model_worker import ModelWorker, plain_decoding
 

@@ -6,8 +6,8 @@ protocol; the worker below only follows it.
 
 from __future__ import annotations
 
-from scheduler.messages import FinishReason, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
-from scheduler.state.digests import DigestedTokens
+from spool.scheduler.messages import FinishReason, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
+from spool.scheduler.state.digests import DigestedTokens
 
 VOCABULARY = 50
 _MIX = 0x9E3779B97F4A7C15

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import (
+from spool.scheduler.messages import (
     FailSequence,
     FinishReason,
     FinishSequence,

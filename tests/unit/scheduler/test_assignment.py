@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained
+from spool.scheduler.messages import DraftGrant, DraftingReport, Role, SendStep, WorkerDrained
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 CUT_OFF = DraftingReport(connected=False)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.config import Policy
-from scheduler.messages import FailSequence, Row, RowResult, RowStatus, SendStep, SuspectSequence, WorkerLost
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import FailSequence, Row, RowResult, RowStatus, SendStep, SuspectSequence, WorkerLost
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 SEQUENCES = range(12)

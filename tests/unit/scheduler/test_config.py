@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.config import SchedulerConfig
-from scheduler.key_class import KeyClass
-from scheduler.messages import Role, WorkerSpec
-from scheduler.sampling import SamplingParameters
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import Role, WorkerSpec
+from spool.scheduler.sampling import SamplingParameters
 
 LAST_TOKEN = 2_147_483_647
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler.config import Policy
-from scheduler.messages import DraftingReport, Role, SendStep
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import DraftingReport, Role, SendStep
 from tests.unit.scheduler.driver import Driver, of_type
 
 LONGEST = 6

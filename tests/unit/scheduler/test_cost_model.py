@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.speculation.cost_model import LinearCost, MeanSeconds
+from spool.scheduler.speculation.cost_model import LinearCost, MeanSeconds
 
 GUESS = (1.0, 1 / 32, 1 / 32)
 BASE, TOKEN, PREFILL = 0.015, 0.0007, 0.0005

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.config import Policy
-from scheduler.messages import EmitTokens, Role, SequenceRequest
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import EmitTokens, Role, SequenceRequest
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type, outputs, plain_decoding, prompt_of
 
 PROMPT, COUNT = 3, 40

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from scheduler.config import Policy
-from scheduler.key_class import KeyClass
-from scheduler.messages import (
+from spool.scheduler.config import Policy
+from spool.scheduler.key_class import KeyClass
+from spool.scheduler.messages import (
     MAX_PRIORITY,
     MIN_PRIORITY,
     FinishReason,

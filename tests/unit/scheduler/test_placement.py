@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler.messages import FinishSequence, SendStep, SequenceRequest, SequenceSubmitted
-from scheduler.state.digests import DigestedTokens
-from scheduler.state.prefixes import KnownPrefixes
+from spool.scheduler.messages import FinishSequence, SendStep, SequenceRequest, SequenceSubmitted
+from spool.scheduler.state.digests import DigestedTokens
+from spool.scheduler.state.prefixes import KnownPrefixes
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from scheduler.batching.verify_grouping import pick
-from scheduler.config import Policy
-from scheduler.key_class import NOBODY
-from scheduler.messages import SequenceRequest
-from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.workers import Sequence
+from spool.scheduler.batching.verify_grouping import pick
+from spool.scheduler.config import Policy
+from spool.scheduler.key_class import NOBODY
+from spool.scheduler.messages import SequenceRequest
+from spool.scheduler.state.key_accounts import KeyAccount
+from spool.scheduler.state.workers import Sequence
 
 
 def idle(sequence_id: int, length: int, verify: int = 4, due: float = 10.0) -> Sequence:

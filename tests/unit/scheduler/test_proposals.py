@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.config import Policy
-from scheduler.messages import (
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import (
     DraftingReport,
     EmitTokens,
     Role,

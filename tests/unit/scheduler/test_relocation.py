@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.config import KvMovement
-from scheduler.messages import MoveKv, WorkerDrained
+from spool.scheduler.config import KvMovement
+from spool.scheduler.messages import MoveKv, WorkerDrained
 from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 

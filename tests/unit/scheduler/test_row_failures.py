@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import (
+from spool.scheduler.messages import (
     EmitTokens,
     FailSequence,
     Row,
@@ -12,7 +12,7 @@ from scheduler.messages import (
     RowStatus,
     TokenLogprobs,
 )
-from scheduler.transitions.results import MAX_TARGET_FAILURES
+from spool.scheduler.transitions.results import MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.config import Policy
+from spool.scheduler.config import Policy
 from tests.unit.scheduler.driver import Driver, check_to_the_end
 
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from engine.settings import EngineSettings
-from scheduler.config import Policy
-from scheduler.messages import MAX_SCORED_TOKENS, FinishSequence, SendStep
+from spool.engine.settings import EngineSettings
+from spool.scheduler.config import Policy
+from spool.scheduler.messages import MAX_SCORED_TOKENS, FinishSequence, SendStep
 from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs, pair
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.scheduler_client.cell_choice import PAGE_TOKENS, CellChoice, CellState
+from spool.services.scheduler_client.cell_choice import PAGE_TOKENS, CellChoice, CellState
 
 BOUND = 1.25
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from services.rpc.channel_security import ChannelSecurity, InsecureListenError, random_token
+from spool.services.rpc.channel_security import ChannelSecurity, InsecureListenError, random_token
 from tests.support.certificates import issue
 
 

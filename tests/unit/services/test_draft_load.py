@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.workers.draft_load import DraftLoad
+from spool.services.scheduler.workers.draft_load import DraftLoad
 
 
 def test_the_share_is_that_of_the_last_seconds() -> None:

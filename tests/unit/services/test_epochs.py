@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes.task import FileEpochs
-from services.scheduler.epochs import EpochAuthority, MemoryRegister, SupersededError
+from spool.deploy.processes.task import FileEpochs
+from spool.services.scheduler.epochs import EpochAuthority, MemoryRegister, SupersededError
 
 
 class SlowRegister(MemoryRegister):

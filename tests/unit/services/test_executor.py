@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.drafting.proposer import Asked, Lookup, Proposers
-from engine.drafting.sequence import SequenceDrafting
-from engine.errors import DeviceLostError
-from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
-from protos import worker_pb2
-from scheduler.messages import DraftingReport, Row, RowResult, RowStatus, SendStep
-from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.rpc.worker_codec import results_from_wire
-from services.worker.executor import StepExecutor
+from spool.engine.drafting.proposer import Asked, Lookup, Proposers
+from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.errors import DeviceLostError
+from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
+from spool.protos import worker_pb2
+from spool.scheduler.messages import DraftingReport, Row, RowResult, RowStatus, SendStep
+from spool.scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from spool.services.rpc.worker_codec import results_from_wire
+from spool.services.worker.executor import StepExecutor
 from tests.support.stand_in_worker import (
     DEVICE_FAILS,
     MAX_LENGTH,

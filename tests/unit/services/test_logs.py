@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.observability.logs import JsonFormatter, LogFormat, install_logs
+from spool.services.observability.logs import JsonFormatter, LogFormat, install_logs
 from tests.support.logs import restored_loggers
 
 
@@ -75,7 +75,7 @@ def test_text_of_clients_is_cut(form: LogFormat) -> None:
 
 PROGRAM = """
 import logging, os
-from services.observability.logs import LogFormat, install_logs
+from spool.services.observability.logs import LogFormat, install_logs
 install_logs(LogFormat.TEXT, logging.INFO, file_bytes=10_000)
 for number in range(1000):
     logging.getLogger("services.test").info("line %d", number)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from services.text.chat_template import ChatTemplate, UnparsedArguments
-from services.text.plain_specials import PlainSpecials
-from services.text.token_lengths import most_characters_per_token
-from services.text.tokenizer import ModelTokenizer
+from spool.services.text.chat_template import ChatTemplate, UnparsedArguments
+from spool.services.text.plain_specials import PlainSpecials
+from spool.services.text.token_lengths import most_characters_per_token
+from spool.services.text.tokenizer import ModelTokenizer
 
 Change = Callable[[tokenizers.Tokenizer], None]
 COMPOSED = ["e\u0301a", "\u03b1\u0313\u0300\u0345", "\u1100\u1161\u11a8"]

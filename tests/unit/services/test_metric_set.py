@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway.metrics import GatewayMetrics
-from services.observability.metric_set import MetricSet, exposition
-from services.observability.vllm_names import ALIASES, with_vllm_names
-from services.scheduler.telemetry.metrics import SchedulerMetrics
+from spool.services.gateway.metrics import GatewayMetrics
+from spool.services.observability.metric_set import MetricSet, exposition
+from spool.services.observability.vllm_names import ALIASES, with_vllm_names
+from spool.services.scheduler.telemetry.metrics import SchedulerMetrics
 
 DOCS = Path(__file__).parents[3] / "docs" / "observability.md"
 GATEWAYS, SCHEDULERS = GatewayMetrics().metrics, SchedulerMetrics().metrics

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from services.observability.otel import tracer_provider
-from services.observability.tracing import begin_request_span, end_span
+from spool.services.observability.otel import tracer_provider
+from spool.services.observability.tracing import begin_request_span, end_span
 from tests.support.waiting import LONG
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from protos import worker_pb2
-from services.scheduler.workers.pairing import PairingError, check_pairing
+from spool.protos import worker_pb2
+from spool.services.scheduler.workers.pairing import PairingError, check_pairing
 
 
 def target(**fields: Any) -> worker_pb2.WorkerDescription:

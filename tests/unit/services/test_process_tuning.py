@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from services.launch.process_tuning import keep_freed_memory
+from spool.services.launch.process_tuning import keep_freed_memory
 keep_freed_memory()
 faults = []
 for _ in range(3):

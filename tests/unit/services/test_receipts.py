@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from scheduler.sampling import MAX_SEED, Grammar, SamplingParameters
-from services.receipts.receipt import Receipt, ReceiptError, receipts_in
-from services.receipts.signing import ReceiptKey
+from spool.scheduler.sampling import MAX_SEED, Grammar, SamplingParameters
+from spool.services.receipts.receipt import Receipt, ReceiptError, receipts_in
+from spool.services.receipts.signing import ReceiptKey
 from tests.support.bits import each_changed_bit
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from protos import draft_pb2
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.worker.drafting.remote import RemoteProposer
-from services.worker.drafting.stream import StreamOptions
+from spool.protos import draft_pb2
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.worker.drafting.remote import RemoteProposer
+from spool.services.worker.drafting.stream import StreamOptions
 from tests.support.draft_servers import Answered, PlayedSequence, ScriptedDrafter, answer_of, offer, take
 from tests.support.extreme_values import extreme_messages
 from tests.support.waiting import LONG, setting, wait_until

@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protos import scheduler_pb2
-from scheduler.config import SchedulerConfig
-from scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, SequenceRequest, Suspicion
-from scheduler.sampling import SamplingParameters
-from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.backend.session_codec import read_end, request_from_wire, write_end
-from services.rpc.conversion import to_wire
-from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler.service import SchedulerService
-from services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
+from spool.protos import scheduler_pb2
+from spool.scheduler.config import SchedulerConfig
+from spool.scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, SequenceRequest, Suspicion
+from spool.scheduler.sampling import SamplingParameters
+from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.backend.session_codec import read_end, request_from_wire, write_end
+from spool.services.rpc.conversion import to_wire
+from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
 
 
 def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:

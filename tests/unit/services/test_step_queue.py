@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.drafting.proposer import LocalProposer, Proposers
-from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
-from protos import worker_pb2
-from services.worker.base_server import step_thread
-from services.worker.executor import StepExecutor
-from services.worker.queue import StepQueue
+from spool.engine.drafting.proposer import LocalProposer, Proposers
+from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
+from spool.protos import worker_pb2
+from spool.services.worker.base_server import step_thread
+from spool.services.worker.executor import StepExecutor
+from spool.services.worker.queue import StepQueue
 from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG
 from tests.unit.services.test_executor import EPOCH, PROMPT, opening, row

@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.errors import TokenizerError
-from engine.models.vocabulary import vocabulary_digest
-from services.text.chat_template import ChatTemplate, ChatTemplateError
-from services.text.incremental_decoder import IncrementalDecoder
-from services.text.tokenizer import ModelTokenizer
+from spool.engine.errors import TokenizerError
+from spool.engine.models.vocabulary import vocabulary_digest
+from spool.services.text.chat_template import ChatTemplate, ChatTemplateError
+from spool.services.text.incremental_decoder import IncrementalDecoder
+from spool.services.text.tokenizer import ModelTokenizer
 
 TEMPLATE = """\
 {% for message in messages %}

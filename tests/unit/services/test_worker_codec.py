@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from protos import worker_pb2
-from scheduler.messages import Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
-from services.rpc.worker_codec import answers_to_wire, opening_to_wire, results_from_wire, step_to_wire
+from spool.protos import worker_pb2
+from spool.scheduler.messages import Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
+from spool.services.rpc.worker_codec import answers_to_wire, opening_to_wire, results_from_wire, step_to_wire
 
 
 def row(sequence_id: int, **more: object) -> Row:

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from protos import draft_pb2, worker_pb2
+from spool.protos import draft_pb2, worker_pb2
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.calls import MISCHIEF, UNNOTICED
 from tests.sim.cell.virtual_threads import Threads
