@@ -27,8 +27,8 @@ from spool.services.observability.request_ids import current_key, current_reques
 # Characters of a message, of a figure, and of the end of a traceback: some of the text may be a client's.
 _MESSAGE, _FIGURE, _TRACEBACK = 4096, 256, 16384
 
-PACKAGES = ("services", "scheduler", "engine", "deploy")
-"""The packages of this project; their loggers are configured here."""
+LOGGER = "spool"
+"""Above the loggers of all modules of this project; it is configured here."""
 
 DEFAULT_FILE_BYTES = 16 * 1024 * 1024
 
@@ -114,11 +114,10 @@ def install_logs(
     error; a file there has about `file_bytes` at most."""
     handler = logging.StreamHandler(stream) if stream is not None else _StandardError(file_bytes)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
-    for package in PACKAGES:
-        logger = logging.getLogger(package)
-        logger.handlers = [handler]
-        logger.setLevel(level)
-        logger.propagate = False
+    logger = logging.getLogger(LOGGER)
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
     return handler
 
 

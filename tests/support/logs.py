@@ -1,4 +1,4 @@
-"""Our own loggers, put back as they were."""
+"""Our own logger, put back as it was."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spool.services.observability.logs import PACKAGES
+from spool.services.observability.logs import LOGGER
 
 
 @contextmanager
-def restored_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(package) for package in PACKAGES]
-    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in loggers]
+def restored_logger() -> Iterator[None]:
+    logger = logging.getLogger(LOGGER)
+    before, level, propagate = logger.handlers, logger.level, logger.propagate
     try:
         yield
     finally:
-        for logger, handlers, level, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(level)
+        logger.handlers, logger.propagate = before, propagate
+        logger.setLevel(level)

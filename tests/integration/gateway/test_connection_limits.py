@@ -398,7 +398,7 @@ def test_large_bodies_together_have_a_limit_that_small_ones_do_not_meet(slow: Ga
 def test_a_line_of_the_log_has_little_of_what_a_client_chose(
     gateways: Gateways, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "services")
+    caplog.set_level(logging.INFO, "spool.services")
     key = GatewaySettings(api_keys=(SecretStr("key"),))
     with gateways.serve(key) as served:
         for text in (request(path=f"/{'y' * 60_000}"), request(method="Y" * 60_000, path="/v1"), of_size(60_000)):

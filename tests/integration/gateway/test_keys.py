@@ -34,7 +34,7 @@ from spool.services.observability.observer import ServiceObserver
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
-from tests.support.logs import restored_loggers
+from tests.support.logs import restored_logger
 from tests.support.waiting import LONG, until
 from tests.support.watched_engine import WatchedEngine
 
@@ -70,7 +70,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     stream = io.StringIO()
-    with restored_loggers():
+    with restored_logger():
         install_logs(LogFormat.JSON, logging.DEBUG, stream)
         outcome = asyncio.run(drive(tmp_path_factory.mktemp("tokenizer")))
     outcome.lines = [json.loads(line) for line in stream.getvalue().splitlines()]

@@ -25,7 +25,7 @@ from spool.services.observability.otel import CONSOLE, OtelSequences, tracer_pro
 from tests.support.cells import running_cell
 from tests.support.clients import Answer, clients_of
 from tests.support.gateway import running_gateway, save_tokenizer
-from tests.support.logs import restored_loggers
+from tests.support.logs import restored_logger
 from tests.support.stand_in_worker import ROW_FAILS
 from tests.support.waiting import until
 from tests.support.watched_engine import WatchedEngine
@@ -59,7 +59,7 @@ class Observed:
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     stream, observed = io.StringIO(), Observed()
-    with restored_loggers():
+    with restored_logger():
         install_logs(LogFormat.JSON, logging.DEBUG, stream)
         asyncio.run(drive(tmp_path_factory.mktemp("tokenizer"), observed))
     observed.lines = [json.loads(line) for line in stream.getvalue().splitlines()]

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from spool.services.observability.logs import JsonFormatter, LogFormat, install_logs
-from tests.support.logs import restored_loggers
+from tests.support.logs import restored_logger
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    with restored_loggers():
+    with restored_logger():
         yield
 
 
 def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.getLogger("services.test").makeRecord(
-        "services.test", logging.WARNING, "file.py", 1, message, args, None, extra=extra
+    made = logging.getLogger("spool.services.test").makeRecord(
+        "spool.services.test", logging.WARNING, "file.py", 1, message, args, None, extra=extra
     )
     made.created = 1_700_000_000.25
     return made
@@ -36,7 +36,7 @@ def test_json_is_one_object_on_one_line() -> None:
     assert json.loads(line) == {
         "time": "2023-11-14T22:13:20.250Z",
         "level": "WARNING",
-        "logger": "services.test",
+        "logger": "spool.services.test",
         "message": "two\nlines of text",
         "request_id": "mine",
         "seconds": 0.5,
@@ -50,8 +50,8 @@ def test_tracebacks_and_loggers_of_others(form: LogFormat) -> None:
     try:
         raise ValueError("wrong")
     except ValueError:
-        logging.getLogger("services.test").exception("it failed")
-    logging.getLogger("services.test").debug("not told")
+        logging.getLogger("spool.services.test").exception("it failed")
+    logging.getLogger("spool.services.test").debug("not told")
     logging.getLogger("elsewhere").error("not told")
     written = stream.getvalue()
     assert "ValueError: wrong" in written
@@ -67,7 +67,7 @@ def test_text_of_clients_is_cut(form: LogFormat) -> None:
     try:
         raise ValueError(text + " at the end")
     except ValueError:
-        logging.getLogger("services.test").exception("%s", text, extra={"figures": {"text": text}})
+        logging.getLogger("spool.services.test").exception("%s", text, extra={"figures": {"text": text}})
     assert len(stream.getvalue()) < 30_000
     assert "(1000000 characters)" in stream.getvalue()
     assert "at the end" in stream.getvalue()
@@ -78,7 +78,7 @@ import logging, os
 from spool.services.observability.logs import LogFormat, install_logs
 install_logs(LogFormat.TEXT, logging.INFO, file_bytes=10_000)
 for number in range(1000):
-    logging.getLogger("services.test").info("line %d", number)
+    logging.getLogger("spool.services.test").info("line %d", number)
     os.write(2, b"of a library\\n")
 """
 
