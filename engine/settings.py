@@ -23,6 +23,9 @@ BATCHED_TOKENS_ON_CPU = 192
 # as many also outlast the launch of their kernels.
 BATCHED_TOKENS_ON_GPU = 2048
 
+PAGE_MULTIPLE = 16
+"""Positions of a page: as kernels read them."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -145,6 +148,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.page_size % PAGE_MULTIPLE:
+            raise ValueError(f"page_size is {self.page_size}, must be a multiple of {PAGE_MULTIPLE}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
         draft = self.draft_head if self.inside_draft is None else self.inside_draft.model

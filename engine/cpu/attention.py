@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spool.engine.attention.backends import AttentionRule, Span, cut_into_blocks
-from spool.engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
+from spool.engine.cpu.kernels import AttentionBlocks, CpuKernels, LayerPass
 from spool.engine.kv.paged_kv import LayerKv, PagedKv
 
 # Rows of a sequence that share the unpacking of a page; more of them leave less to share out among threads.
@@ -52,7 +52,9 @@ class KernelPlan:
         )
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        return self._kernels.attend(query.contiguous(), layer, self._blocks, rule)
+        missing = layer.head_dim - query.shape[-1]
+        query = query.contiguous() if missing == 0 else torch.nn.functional.pad(query, (0, missing))
+        return self._kernels.attend(query, layer, self._blocks, rule)[..., : layer.head_dim - missing]
 
 
 class KernelBackend:
@@ -61,10 +63,6 @@ class KernelBackend:
     def __init__(self, kernels: CpuKernels, page_size: int) -> None:
         self._kernels = kernels
         self._page_size = page_size
-
-    @staticmethod
-    def supports(head_dim: int, page_size: int) -> bool:
-        return head_dim % (2 * LANES) == 0 and page_size % LANES == 0
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> KernelPlan:
         edges, pages = cut_into_blocks(spans, self._page_size, _BLOCK_ROWS)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spool.engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
-from spool.engine.cpu.linear import KernelLinear, prepack_linear
+from spool.engine.cpu.linear import KernelLinear, kernel_linear
 from spool.engine.layers.experts import Experts, sparse_blocks
 from spool.engine.layers.linear import linear_of
 
@@ -42,21 +42,20 @@ class KernelExperts(nn.Module):
 
 
 def replace_experts(model: PreTrainedModel, kernels: CpuKernels) -> None:
-    """Replaces experts and their routers in place, where `kernels` take them."""
+    """Replaces experts and their routers in place."""
 
     @cache
-    def kernels_of(dtype: torch.dtype) -> CpuKernels | None:
+    def kernels_of(dtype: torch.dtype) -> CpuKernels:
         # Some routers multiply in float32.
         if dtype == kernels.dtype:
             return kernels
         return load_cpu_kernels(dtype, lambda *_: None, kernels.isa, universal=kernels.universal)
 
     for block in sparse_blocks(model):
-        if kernels.multiplies(block.experts.gate_up[0]) and kernels.multiplies(block.experts.down[0]):
-            block.replace(
-                KernelExperts(block.experts, kernels),
-                lambda linear: prepack_linear(linear, kernels_of(linear.weight.dtype)),
-            )
+        block.replace(
+            KernelExperts(block.experts, kernels),
+            lambda linear: kernel_linear(linear, kernels_of(linear.weight.dtype)),
+        )
 
 
 def _linears(weights: torch.Tensor, biases: torch.Tensor | None, kernels: CpuKernels) -> nn.ModuleList:

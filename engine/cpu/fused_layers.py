@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from spool.engine.attention.paged_step import PagedStep
 from spool.engine.cpu.attention import KernelPlan
 from spool.engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
-from spool.engine.cpu.linear import KernelLinear, prepack_linear
+from spool.engine.cpu.linear import KernelLinear, kernel_linear
 from spool.engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
 from spool.engine.layers.rotation import RotationTable
 from spool.engine.parallel.layers import SummedLinear
@@ -29,8 +29,8 @@ class FusedDecoderLayer(LlamaLayer):
     def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
         super().__init__(
             layer,
-            lambda linear: prepack_linear(linear, kernels),
-            lambda linear: prepack_linear(linear, kernels, in_parts=True),
+            lambda linear: kernel_linear(linear, kernels),
+            lambda linear: kernel_linear(linear, kernels, in_parts=True),
         )
         self._kernels = kernels
 

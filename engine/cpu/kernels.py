@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ import torch
 from spool.engine.attention.backends import AttentionRule
 from spool.engine.cpu.build import CompilationError, compiled_library
 from spool.engine.cpu.isa import AUTO, chosen_isa
+from spool.engine.errors import UnsupportedProcessorError, one_line
 from spool.engine.kv.paged_kv import LayerKv
 from spool.engine.models.source import Progress
 from spool.engine.quantization.weights import QuantizedWeight
-
-logger = logging.getLogger(__name__)
 
 LANES = 16
 """Sizes that the kernels take are multiples of this; head dimensions, of twice this."""
@@ -39,18 +37,18 @@ _NO_MEMORY = "no memory for the scores of attention"
 
 def load_cpu_kernels(
     dtype: torch.dtype, progress: Progress, cpu_isa: str = AUTO, *, universal: bool = False
-) -> CpuKernels | None:
-    """For models of `dtype`; if `universal`, with the bits that every instruction set gives. None, with a word in the
-    log and to `progress`, where they cannot be compiled or loaded: torch's operations then do the same, only slower.
-    Raises ValueError for an instruction set that this processor does not have."""
-    isa = chosen_isa(cpu_isa)
+) -> CpuKernels:
+    """For models of `dtype`; if `universal`, with the bits that every instruction set gives. Raises
+    UnsupportedProcessorError for an instruction set that this processor does not have, and where kernels cannot be
+    compiled or loaded."""
     try:
+        isa = chosen_isa(cpu_isa)
         library = compiled_library(isa, str(dtype).removeprefix("torch."), universal, progress)
         return CpuKernels(ctypes.CDLL(str(library.path)), dtype, isa.name, library.identity, universal)
+    except ValueError as error:
+        raise UnsupportedProcessorError(str(error)) from error
     except (CompilationError, OSError) as error:
-        logger.warning("no CPU kernels, passes take longer: %s", error)
-        progress(f"no CPU kernels, passes take longer: {error}", None)
-        return None
+        raise UnsupportedProcessorError(f"there are no kernels for this processor: {one_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +181,12 @@ class CpuKernels:
         """Whether the functions take tensors of this one's dtype and device."""
         return tensor.dtype == self.dtype and tensor.device.type == "cpu"
 
-    def multiplies(self, weight: torch.Tensor) -> bool:
-        """Whether `linear` takes a weight `[out, in]` like this one."""
-        return self.takes(weight) and weight.shape[1] % _WEIGHT_INPUTS[self.dtype] == 0
-
     def to_panels(self, weight: torch.Tensor) -> Panels:
-        """A weight `[out, in]` to `[ceil(out / 32), in / n, 32, n]` with n neighbouring inputs, zeros past the last
-        output."""
-        out, inputs = weight.shape
+        """A weight `[out, in]` to `[ceil(out / 32), ceil(in / n), 32, n]` with n neighbouring inputs, zeros past the
+        last input and the last output."""
         side_by_side = _WEIGHT_INPUTS[self.dtype]
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -out % PANEL))
+        out, inputs = weight.shape[0], -(-weight.shape[1] // side_by_side) * side_by_side
+        padded = torch.nn.functional.pad(weight, (0, inputs - weight.shape[1], 0, -out % PANEL))
         panels = padded.view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2)
         return Panels(self._weights.take(panels.shape, self.dtype).copy_(panels))
 
@@ -228,6 +222,8 @@ class CpuKernels:
     ) -> torch.Tensor:
         """`rows` `[rows, in]` times the panels of a weight, plus a padded bias, `[rows, out]`, in float32 if `exact`.
         Inputs are summed in 1, 2 or 4 `parts`."""
+        if missing := -rows.shape[1] % _WEIGHT_INPUTS[self.dtype]:
+            rows = torch.nn.functional.pad(rows, (0, missing))
         count, inputs = rows.shape
         outputs = torch.empty(count, out, dtype=torch.float32 if exact else rows.dtype)
         scratch = torch.empty(count, inputs, dtype=torch.float32)

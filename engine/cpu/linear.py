@@ -1,8 +1,4 @@
-"""Linear layers whose weights lie in memory the way that CPU kernels read them: Spool's own, or oneDNN's.
-
-Prepacked weights take a third off a small pass. Their kernels also give a row the same bits in calls of one row and of
-many, which torch's plain kernel does not (docs/exactness.md).
-"""
+"""Linear layers whose weights lie in memory the way that CPU kernels read them."""
 
 from __future__ import annotations
 
@@ -13,9 +9,6 @@ from spool.engine.cpu.kernels import CpuKernels, LinearWeights, Panels
 from spool.engine.layers.linear import apart, summed_parts
 from spool.engine.parallel.layers import SummedLinear
 from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
-
-# The row count that oneDNN lays weights out for; more or fewer rows work, too.
-_TYPICAL_ROWS = 16
 
 
 class KernelLinear(nn.Module):
@@ -72,68 +65,28 @@ class KernelEmbedding(nn.Module):
         return rows.view(*tokens.shape, -1)
 
 
-class PrepackedLinear(nn.Module):
-    """Computes what `linear` does with oneDNN, from weights that `linear` need not keep."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.bias = linear.bias
-        # Not a buffer: weights in this layout cannot be copied, saved or moved.
-        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self._prepacked, self.bias, "none", [], "")
-
-
-def prepack_linear(
-    linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: CpuKernels | None, in_parts: bool = False
+def kernel_linear(
+    linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: CpuKernels, in_parts: bool = False
 ) -> nn.Module:
-    """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either. Of a
-    layer that ranks share, this rank's part. With `in_parts`, inputs are summed as several ranks do."""
+    """By `kernels`; of a layer that ranks share, this rank's part. With `in_parts`, inputs are summed as several ranks
+    do."""
     if isinstance(linear, SummedLinear):
         parts = summed_parts(linear.part.in_features, linear.ranks.size) if in_parts else 1
-        return SummedLinear(_prepacked(linear.part, kernels, parts, exact=True), linear.ranks)
-    return _prepacked(linear, kernels, summed_parts(linear.in_features) if in_parts else 1)
+        return SummedLinear(KernelLinear(linear.part, kernels, None, parts, exact=True), linear.ranks)
+    return KernelLinear(linear, kernels, None, summed_parts(linear.in_features) if in_parts else 1)
 
 
-def _prepacked(
-    linear: nn.Linear | QuantizedLinear, kernels: CpuKernels | None, parts: int, exact: bool = False
-) -> nn.Module:
-    if kernels is not None and (isinstance(linear, QuantizedLinear) or kernels.multiplies(linear.weight)):
-        return KernelLinear(linear, kernels, None, parts, exact)
-    if isinstance(linear, QuantizedLinear) or not can_prepack(linear.weight):
-        return linear
-    return PrepackedLinear(linear)
-
-
-def prepack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:
-    """Replaces the linear layers of a model on a CPU where `kernels` or this build of torch take them, and what is
-    quantised."""
+def replace_linears(model: nn.Module, kernels: CpuKernels) -> None:
+    """Replaces the linear layers of a model on a CPU, and embeddings that are quantised, in place."""
     panels: dict[int, Panels] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if kernels is not None and isinstance(child, QuantizedLinear | QuantizedEmbedding):
+            if isinstance(child, QuantizedLinear | QuantizedEmbedding):
                 # A head may share its weight with the embedding.
                 address = child.codes.data_ptr()
                 if address not in panels:
                     panels[address] = kernels.to_quantized_panels(child.quantized)
                 replacement = KernelLinear if isinstance(child, QuantizedLinear) else KernelEmbedding
                 setattr(module, name, replacement(child, kernels, panels[address]))
-            elif type(child) is nn.Linear and can_prepack(child.weight, kernels):
-                setattr(module, name, prepack_linear(child, kernels))
-
-
-def can_prepack(weight: torch.Tensor, kernels: CpuKernels | None = None) -> bool:
-    """Whether `kernels`, or this build of torch, prepack weights like this one, on its device and in its dtype."""
-    if kernels is not None and kernels.multiplies(weight):
-        return True
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+            elif type(child) is nn.Linear and kernels.takes(child.weight):
+                setattr(module, name, kernel_linear(child, kernels))

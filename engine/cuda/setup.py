@@ -1,8 +1,8 @@
 """What a model on a GPU computes its passes with: attention, products and what lies between them by Triton kernels and,
 if asked for, CUDA graphs.
 
-Kernels are not taken on trust: those that cannot be made here, or give other values than float32 products, or other
-bits for a row in company, are not used.
+Kernels are not taken on trust: without attention that gives the values of float32 products nothing is served, and
+products that cannot be made here, or give other values, or other bits for a row in company, are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 
-from spool.engine.attention.backends import AttentionBackend, AttentionRule, MatmulBackend, Span, unrestricted_form
+from spool.engine.attention.backends import AttentionBackend, AttentionRule, Span
+from spool.engine.errors import UnsupportedProcessorError, one_line
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.models.source import Progress
 from spool.engine.passes.device import current
@@ -118,10 +119,10 @@ def load_gpu_passes(
     progress: Progress,
     has_rules: bool = False,
     quantized_kv: bool = False,
-) -> GpuPasses | None:
+) -> GpuPasses:
     """For `heads`: query heads, KV heads, dimensions of a head; `has_rules`: whether layers have windows, soft caps or
-    sinks; `quantized_kv`: whether KV is kept as codes. None, with a warning, where the kernel of attention is of no
-    use; without one, products and layers are torch's, too."""
+    sinks; `quantized_kv`: whether KV is kept as codes. Raises UnsupportedProcessorError where the kernel of attention
+    cannot be made, or gives other values."""
     progress("making the GPU kernels", None)
     try:
         import triton
@@ -153,12 +154,14 @@ def load_gpu_passes(
                     logger.warning("attention of long prefills in narrow tiles, as wide ones %s", fault)
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
-        logger.warning("attention by matrix products, as its Triton kernel cannot be made: %s", error)
-        return None
+        raise UnsupportedProcessorError(
+            f"the Triton kernel of attention cannot be made on {device}: {one_line(error)}"
+        ) from error
     wrong = [difference for difference in differences if not difference <= _TOLERANCES[dtype]]
     if wrong:
-        logger.warning("attention by matrix products, as its Triton kernel gives values that are %.3g off", wrong[0])
-        return None
+        raise UnsupportedProcessorError(
+            f"the Triton kernel of attention gives values on {device} that are {wrong[0]:.3g} off"
+        )
     make_linear = _own_products(dtype, device)
     capture = CudaCapture(device) if graphs and device.type == "cuda" else None
     products = "torch's products" if make_linear is None else "own products"
@@ -251,7 +254,7 @@ def _attended(
     quantized_kv: bool,
     by_rules: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the kernel, and by products in float32 on the CPU, on the same random KV."""
+    """Attention by the kernel, and as float32 products on the CPU, on the same random KV."""
     page_size = 16
     query_heads, kv_heads, head_dim = heads
     kv = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, dtype, device, quantized_kv)
@@ -269,9 +272,22 @@ def _attended(
         rows, page = rows + count, page + pages
     query = torch.randn(rows, query_heads, head_dim, generator=generator).to(device, dtype)
     found = backend(page_size).plan(spans, rows).attend(layer, query, on_device)
-    cpu = torch.device("cpu")
-    exact = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, torch.float32, cpu)
-    exact.layers[0].fill(layer.content())
-    products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, cpu)
-    expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), rule)
-    return found, expected
+    content, queries = layer.content().cpu(), query.cpu().float()
+    return found, torch.cat([_products(content, queries, span, rule) for span in spans])
+
+
+def _products(content: torch.Tensor, queries: torch.Tensor, span: Span, rule: AttentionRule) -> torch.Tensor:
+    """Attention of the rows of a span, `[rows, heads, head_dim]`, as its definition has it."""
+    group, ends = queries.shape[1] // content.shape[2], span.start + span.rows
+    query = queries[span.first_row : span.first_row + span.rows].transpose(0, 1)
+    of_sequence = content[:, list(span.pages)].transpose(1, 2).flatten(2, 3)[:, :, :ends]
+    keys, values = of_sequence.repeat_interleave(group, 1)
+    scores = query @ keys.transpose(1, 2) * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    behind = torch.arange(span.start, ends).unsqueeze(1) - torch.arange(ends)
+    hidden = behind < 0 if rule.window is None else (behind < 0) | (behind >= rule.window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if rule.sinks is not None:
+        scores = torch.cat((scores, rule.sinks.view(-1, 1, 1).expand(-1, span.rows, 1)), -1)
+    return (torch.softmax(scores, -1)[..., :ends] @ values).transpose(0, 1)

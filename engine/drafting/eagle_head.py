@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,7 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spool.engine.attention.backends import AttentionPlan, AttentionRule
 from spool.engine.attention.paged_step import signed_rotation
 from spool.engine.cpu.kernels import CpuKernels
-from spool.engine.cpu.linear import prepack_linear
 from spool.engine.drafting.head import DraftingHead, HeadWeights
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import PagedKv
@@ -132,20 +131,17 @@ class EagleHead(DraftingHead):
             for name, size in (("q", queries), ("k", keys), ("v", keys))
         ]
         gates = [weights.linear(f"midlayer.mlp.{name}_proj", inner, hidden) for name in ("gate", "up")]
-        self._fc = self._made(weights.linear("fc", hidden, FEATURES * hidden))
-        self._qkv = self._made(joined(attention))
-        self._out = self._made(weights.linear("midlayer.self_attn.o_proj", hidden, queries))
-        self._gate_up = self._made(joined(gates))
-        self._down = self._made(weights.linear("midlayer.mlp.down_proj", hidden, inner))
-        self._lm_head = self._made(weights.linear("lm_head", rows, hidden))
+        self._fc = self.made(weights.linear("fc", hidden, FEATURES * hidden))
+        self._qkv = self.made(joined(attention))
+        self._out = self.made(weights.linear("midlayer.self_attn.o_proj", hidden, queries))
+        self._gate_up = self.made(joined(gates))
+        self._down = self.made(weights.linear("midlayer.mlp.down_proj", hidden, inner))
+        self._lm_head = self.made(weights.linear("lm_head", rows, hidden))
         names = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
         self._norms = [weights.tensor(f"{name}.weight", hidden) for name in names]
         own = "embed_tokens.weight"
         self._embedding = weights.tensor(own, config.vocab_size, hidden) if own in weights.stored else None
         self.nbytes = weights.nbytes
-
-    def _made(self, linear: nn.Module) -> nn.Module:
-        return prepack_linear(linear, self._kernels)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

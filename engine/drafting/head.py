@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spool.engine.attention.backends import AttentionBackend, AttentionPlan, MatmulBackend, unrestricted_form
-from spool.engine.cpu.attention import KernelBackend
+from spool.engine.attention.backends import AttentionPlan
 from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import kernel_linear
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.layers.linear import linear_of
@@ -50,8 +50,8 @@ class DraftingHead(ABC):
 
     def bytes_per_page(self, page_size: int) -> int:
         """Of KV, and of the features that a page keeps."""
-        dtype = self._target.dtype
-        return self._shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
+        dtype, shape = self._target.dtype, self._shape.for_kernels(self._kernels)
+        return shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
 
     def bytes_of_passes(self, rows: int) -> int:
         """What CUDA graphs of so many rows need: logits, where they are computed and where they stay, and what lies
@@ -64,15 +64,12 @@ class DraftingHead(ABC):
         return self.config.num_attention_heads, self._shape.kv_heads, self._shape.head_dim
 
     def kv(self, pages: int, page_size: int) -> PagedKv:
-        shape, like = self._shape, self._target
+        shape, like = self._shape.for_kernels(self._kernels), self._target
         return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
 
-    def backend(self, kv: PagedKv) -> AttentionBackend:
-        """By kernel on a CPU, where one takes the sizes; else by matrix products."""
-        shape, page_size = self._shape, kv.page_size
-        if self._kernels is not None and KernelBackend.supports(shape.head_dim, page_size):
-            return KernelBackend(self._kernels, page_size)
-        return MatmulBackend(unrestricted_form(page_size), *self.heads[:2], page_size, self._target.device)
+    def made(self, linear: nn.Module) -> nn.Module:
+        """What computes a linear layer: on a CPU, its kernels."""
+        return linear if self._kernels is None else kernel_linear(linear, self._kernels)
 
     @abstractmethod
     def features(self, hidden: Tensor) -> Tensor:

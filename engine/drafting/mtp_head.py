@@ -23,11 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spool.engine.attention.backends import AttentionPlan, AttentionRule
 from spool.engine.attention.paged_step import GroupStep, PagedStep
 from spool.engine.cpu.kernels import CpuKernels
-from spool.engine.cpu.linear import prepack_linear
 from spool.engine.drafting.head import DraftingHead, HeadWeights
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import LayerKv, PagedKv
-from spool.engine.layers.joined_layers import join_layers, joins_layers
+from spool.engine.layers.joined_layers import join_layers
 from spool.engine.models.reading import read_config
 from spool.engine.models.weights import model_of
 from spool.engine.quantization.checkpoints import checkpoint_weights
@@ -90,12 +89,11 @@ class MtpHead(DraftingHead):
         weights = HeadWeights(Path(name), stored, model.dtype, model.device)
         names = (self._format.token_norm, self._format.hidden_norm)
         self._norms = [weights.tensor(f"{one}.weight", size) for one in names]
-        self._product = prepack_linear(weights.linear(self._format.product, size, 2 * size), kernels)
+        self._product = self.made(weights.linear(self._format.product, size, 2 * size))
         last_norm = weights.tensor(f"{self._format.last_norm}.weight", size)
         layer = _model_of_layer(name, config, stored, last_norm, model, ignored)
         self.nbytes = weights.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
-        if joins_layers(layer, kernels):
-            join_layers(layer, kernels)
+        join_layers(layer, kernels)
         self._layer = layer.base_model
 
     def features(self, hidden: Tensor) -> Tensor:

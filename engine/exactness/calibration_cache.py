@@ -15,14 +15,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from spool.engine.attention.backends import AttentionForm
 from spool.engine.cpu.isa import processor_name
-from spool.engine.exactness.calibration import Calibration, ExactShapes
+from spool.engine.exactness.calibration import Calibration
 from spool.engine.models.source import cache_folder
 from spool.engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 13
+_CALIBRATION_RECIPE = 14
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
@@ -60,10 +59,7 @@ def read_calibration(file: Path) -> Calibration | None:
     """None where there is no file, or one that cannot be read as a calibration."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        shapes = stored.pop("shapes")
-        form = shapes["attention"]
-        exact = ExactShapes(tuple(shapes["row_counts"]), AttentionForm.from_plain(form) if form else None)
-        return Calibration(exact, **stored)
+        return Calibration(tuple(stored.pop("row_counts")), **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
 

@@ -15,7 +15,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from spool.engine.cpu.fused_layers import KernelDecoder
-from spool.engine.exactness.calibration import ExactShapes
 from spool.engine.exactness.calibration_cache import cublas_conditions, device_name, model_conditions, write_whole
 from spool.engine.models.compatibility import has_moving_rope
 from spool.engine.models.dtype import dtype_name
@@ -71,7 +70,7 @@ def fingerprint_parts(
     loaded: LoadedModel,
     runner: ModelRunner,
     settings: EngineSettings,
-    shapes: ExactShapes | None,
+    exact_row_counts: tuple[int, ...],
 ) -> dict[str, str]:
     """All parts, of which `source` are those of `folder_parts` or `memory_parts`. `loaded` has its layers replaced."""
     model, kernels, device = loaded.model, loaded.kernels, loaded.model.device
@@ -105,7 +104,7 @@ def fingerprint_parts(
     else:
         parts["cublas"] = _of_text(str(cublas_conditions()))
     if not loaded.by_cpu_kernels:
-        parts |= {"processor": device_name(device), "shapes": _of_text(str(shapes))}
+        parts |= {"processor": device_name(device), "row counts": _of_text(str(exact_row_counts))}
         parts |= {"page_size": str(settings.page_size), "max_num_batched_tokens": str(settings.batched_tokens)}
         if device.type == "cpu":
             parts["threads"] = str(torch.get_num_threads())

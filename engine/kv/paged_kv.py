@@ -78,7 +78,10 @@ class LayerKv:
         return self.parts[1].unbind() if self.quantized else (None, None)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values `[rows, head_dim]` to `rows`, places counted through pages, KV heads and positions."""
+        """Keys and values `[rows, head_dim]` to `rows`, places counted through pages, KV heads and positions. Those of
+        fewer dimensions get zeros."""
+        if missing := self.head_dim - keys.shape[-1]:
+            keys, values = (torch.nn.functional.pad(states, (0, missing)) for states in (keys, values))
         if not self.quantized:
             for pool, states in zip(self.pool, (keys, values), strict=True):
                 pool.flatten(0, 2).index_copy_(0, rows, states)

@@ -3,14 +3,13 @@
 The weights and the mathematics are those of transformers' own modules. Linear layers that read the same rows become
 one, and rotation and norm take one or two operations where eager code takes ten. The norm is torch's own, which adds up
 a row in one order however many there are; the modules' mean over a row does not on a GPU (docs/exactness.md). It takes
-the place of every plain RMSNorm. A model of another structure keeps its other modules; of such a model only the weights
-of linear layers are prepacked, on a CPU.
+the place of every plain RMSNorm. A model of another structure keeps its other modules.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
@@ -21,25 +20,27 @@ from spool.engine.attention.backends import AttentionRule
 from spool.engine.attention.paged_step import PagedStep
 from spool.engine.cpu.experts import replace_experts
 from spool.engine.cpu.kernels import CpuKernels
-from spool.engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
+from spool.engine.cpu.linear import kernel_linear, replace_linears
 from spool.engine.layers.families import FamilyClasses, families_of
 from spool.engine.layers.linear import joined
 
 _TRIED_ROWS = 3
 
+MakeLinear = Callable[[nn.Linear], nn.Module]
+
 
 class JoinedAttention(nn.Module):
     """Attention with half-split rotary positions over paged KV; `q_norm` and `k_norm` where the model has them."""
 
-    def __init__(self, attention: nn.Module, kernels: CpuKernels | None) -> None:
+    def __init__(self, attention: nn.Module, make_linear: MakeLinear) -> None:
         super().__init__()
         self._layer = attention.layer_idx
         self._head_dim = attention.head_dim
         self._rule = AttentionRule(attention.scaling, getattr(attention, "sliding_window", None))
         self._query_heads = attention.q_proj.out_features // self._head_dim
         self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
-        self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
-        self._out = prepack_linear(attention.o_proj, kernels)
+        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self._out = make_linear(attention.o_proj)
         self.q_norm = _fused_norm(getattr(attention, "q_norm", None))
         self.k_norm = _fused_norm(getattr(attention, "k_norm", None))
 
@@ -70,10 +71,10 @@ class JoinedAttention(nn.Module):
 class JoinedMlp(nn.Module):
     """Gate and up projection in one."""
 
-    def __init__(self, mlp: nn.Module, kernels: CpuKernels | None) -> None:
+    def __init__(self, mlp: nn.Module, make_linear: MakeLinear) -> None:
         super().__init__()
-        self._gate_up = prepack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
-        self._down = prepack_linear(mlp.down_proj, kernels)
+        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
+        self._down = make_linear(mlp.down_proj)
         self._activation = mlp.act_fn
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -123,31 +124,29 @@ def _fused_norm(norm: nn.Module | None) -> nn.Module | None:
     return norm if norm is None or not is_plain_rms_norm(norm) else FusedRmsNorm(norm)
 
 
-def joins_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> bool:
-    """Whether that is of use: on a GPU, and on a CPU where `kernels` or oneDNN compute."""
-    weight = model.get_input_embeddings().weight
-    return weight.device.type == "cuda" or can_prepack(weight, kernels)
-
-
 def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
-    """Replaces the parts of known families in a model, and plain RMSNorms of any, in place."""
+    """Replaces the parts of known families in a model, and plain RMSNorms of any, in place; with the `kernels` of a
+    CPU, experts and all linear layers, too."""
     families = families_of(model)
+    make_linear: MakeLinear = (
+        (lambda linear: linear) if kernels is None else (lambda linear: kernel_linear(linear, kernels))
+    )
     for module in list(model.modules()):
         for name, child in module.named_children():
-            replacement = _replacement(child, families, kernels)
+            replacement = _replacement(child, families, make_linear)
             if replacement is not None:
                 setattr(module, name, replacement)
     if kernels is not None:
         replace_experts(model, kernels)
-    prepack_linears(model, kernels)
+        replace_linears(model, kernels)
 
 
-def _replacement(module: nn.Module, families: Sequence[FamilyClasses], kernels: CpuKernels | None) -> nn.Module | None:
+def _replacement(module: nn.Module, families: Sequence[FamilyClasses], make_linear: MakeLinear) -> nn.Module | None:
     kind = type(module)
     if any(kind is family.attention for family in families):
-        return JoinedAttention(module, kernels)
+        return JoinedAttention(module, make_linear)
     if any(kind is family.mlp for family in families):
-        return JoinedMlp(module, kernels)
+        return JoinedMlp(module, make_linear)
     if is_plain_rms_norm(module):
         return FusedRmsNorm(module)
     return None

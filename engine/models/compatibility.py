@@ -1,4 +1,4 @@
-"""Which models can be served: those that compute on paged KV what they compute by themselves."""
+"""Which models can be served: those of families that tests compare with transformers, with nothing that pages lack."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spool.engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
-from spool.engine.attention.paged_step import ATTENTION_NAME
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import LayerKv
 from spool.engine.kv.pages import PagePool, PageTable
 from spool.engine.layers.families import FAMILIES
 from spool.engine.layers.rotation import inverse_frequencies
-from spool.engine.models.families import PROVED_FAMILIES, SOLO_FAMILIES
+from spool.engine.models.families import PAGED_FAMILIES, SOLO_FAMILIES
 from spool.engine.models.source import longest_sequence
 from spool.engine.passes.layout import BatchedSequence
 from spool.engine.passes.runner import ModelRunner
-from spool.engine.passes.solo import SoloModel
 from spool.engine.quantization.checkpoints import check_quantization
 
 # Its layers are Qwen2's, and transformers does not know the type.
@@ -36,9 +34,6 @@ _MOVING_ROPE = {"dynamic", "longrope"}
 # Those whose rotary modules were tried with it. Others have such types of their own under the same names.
 _MOVING_ROPE_FAMILIES = {"llama", "phi3"}
 _ROTARY_CLASSES = {f"{classes}RotaryEmbedding" for classes in FAMILIES.values()}
-# Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
-# attention, or one at another position, by much more than a tenth.
-_TOLERANCE = 0.1
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -46,6 +41,11 @@ def check_config(config: PreTrainedConfig) -> None:
     family = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{family} has an encoder, only decoders are supported")
+    if family not in PAGED_FAMILIES | SOLO_FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type is {family!r}, must be one of those that docs/models.md lists: these are known to be "
+            "computed right, and the page says how another is added"
+        )
     if family not in SOLO_FAMILIES:
         _check_attention(config)
     text = config.get_text_config(decoder=True)
@@ -139,119 +139,42 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
             module.rope_type = "default"
 
 
-def check_passes(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
-    """Refuses a model that fails in a pass and, unless its family is proved, one that computes something else than
-    without pages. Gives the windows of its layers, None for those that see everything.
-
-    `pool` has `PROBED_PAGES` free pages of the runner's KV. Raises UnsupportedModelError."""
-    model = runner.model
-    family = model.config.model_type
-    counted = _CountedAttention(runner.backend, runner.kv.layers)
-    counting = ModelRunner(model, runner.kv, counted, runner.row_counts, lead=runner.lead)
+def windows_in_pass(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
+    """Of the layers, None for those that see everything, as a pass over one token has them. `pool` has a free page of
+    the runner's KV. Raises UnsupportedModelError for a model that fails in it."""
+    seen = _SeenWindows(runner.backend, runner.kv.layers)
+    table = PageTable()
+    pool.append(table, 1)
     try:
-        logits = _paged_logits(counting, pool)
+        ModelRunner(runner.model, runner.kv, seen, lead=runner.lead).run([BatchedSequence(table, [0], 1)])
     except UnsupportedModelError:
         raise
     # A model that pages do not suit fails in ways of its own.
     except Exception as error:
+        family = runner.model.config.model_type
         raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
-    if family in PROVED_FAMILIES:
-        return tuple(counted.windows)
-    if found := {window for window in counted.windows if window is not None}:
-        # The sequences that are compared below may be too short for them.
-        windows = ", ".join(map(str, sorted(found)))
-        raise UnsupportedModelError(f"{family} attends to windows of {windows} positions, which was not proved for it")
-    if counted.calls != counted.plans * len(runner.kv.layers):
-        raise UnsupportedModelError(
-            f"{family} calls attention {counted.calls} times in {counted.plans} passes of {len(runner.kv.layers)} "
-            "layers, must do so once a layer, through transformers' attention interface"
-        )
-    try:
-        own = _own_logits(model)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{family} cannot be compared with its own attention, so it is not trusted: {one_line(error)}"
-        ) from error
-    _compare(family, logits, own)
-    return tuple(counted.windows)
-
-
-def check_solo(solo: SoloModel, runner: ModelRunner, pool: PagePool) -> None:
-    """As `check_passes`, for a model whose sequences are computed one at a time."""
-    ids = [torch.tensor([token for piece in pieces for token in piece]) for pieces in _SEQUENCES]
-    family = runner.model.config.model_type
-    try:
-        logits = _paged_logits(runner, pool)
-        with torch.inference_mode():
-            own = torch.stack([solo.forward(tokens.to(runner.model.device))[-1] for tokens in ids]).float()
-    except Exception as error:
-        raise UnsupportedModelError(f"{family} cannot compute one sequence at a time: {one_line(error)}") from error
-    _compare(family, logits, own)
-
-
-def _compare(family: str, logits: torch.Tensor, own: torch.Tensor) -> None:
-    difference = float((logits - own).abs().max() / own.std())
-    if not difference <= _TOLERANCE:
-        raise UnsupportedModelError(
-            f"{family} computes other logits on paged KV than by itself: they are {difference:.2g} of their spread "
-            f"apart, must be at most {_TOLERANCE:g}"
-        )
-
-
-# Each sequence by the pieces that it is fed in: one is continued beside another, at other positions.
-_SEQUENCES = (((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10)))
-PROBED_PAGES = sum(len(piece) for pieces in _SEQUENCES for piece in pieces)
-
-
-def _paged_logits(runner: ModelRunner, pool: PagePool) -> torch.Tensor:
-    """Of the last token of each sequence, float32 `[sequences, vocabulary]`."""
-    vocabulary = runner.model.get_input_embeddings().num_embeddings
-    tables = [PageTable() for _ in _SEQUENCES]
-    for pieces in zip(*_SEQUENCES, strict=True):
-        batch = []
-        for table, piece in zip(tables, pieces, strict=True):
-            pool.append(table, len(piece))
-            batch.append(BatchedSequence(table, [token % vocabulary for token in piece], 1))
-        logits = runner.run(batch).logits
-    return logits.float()
-
-
-@torch.inference_mode()
-def _own_logits(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    model.set_attn_implementation("eager")
-    try:
-        found = []
-        for pieces in _SEQUENCES:
-            tokens = [token % vocabulary for piece in pieces for token in piece]
-            ids = torch.tensor([tokens], device=model.device)
-            found.append(model(input_ids=ids, use_cache=False).logits[0, -1])
-        return torch.stack(found).float()
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        pool.free(table)
+    return tuple(seen.windows)
 
 
-class _CountedAttention:
-    """A backend, how often its plans attended, and with which window in each layer."""
+class _SeenWindows:
+    """A backend, and the windows of its layers."""
 
     def __init__(self, backend: AttentionBackend, layers: Sequence[LayerKv]) -> None:
         self._backend = backend
         self.layers = layers
-        self.plans = 0
-        self.calls = 0
         self.windows: list[int | None] = [None] * len(layers)
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
-        self.plans += 1
-        return _CountedPlan(self, self._backend.plan(spans, batched_tokens))
+        return _SeeingPlan(self, self._backend.plan(spans, batched_tokens))
 
 
-class _CountedPlan:
-    def __init__(self, counted: _CountedAttention, plan: AttentionPlan) -> None:
-        self._counted = counted
+class _SeeingPlan:
+    def __init__(self, seen: _SeenWindows, plan: AttentionPlan) -> None:
+        self._seen = seen
         self._plan = plan
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        self._counted.calls += 1
-        self._counted.windows[self._counted.layers.index(layer)] = rule.window
+        self._seen.windows[self._seen.layers.index(layer)] = rule.window
         return self._plan.attend(layer, query, rule)

@@ -1,9 +1,9 @@
 """Families of transformers by how they are served (docs/models.md).
 
-tests/engine/test_families.py compares tiny models of all of them with `model.generate`.
+Any other is refused. tests/engine/test_families.py compares tiny models of all of them with `model.generate`.
 """
 
-_PROVED = """
+_PAGED = """
     afmoe apertus arcee bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe ctrl cwm
     data2vec-text dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma2
     gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
@@ -20,8 +20,8 @@ _SOLO = """
     qwen3_5_moe_text qwen3_5_text qwen3_next stablelm trocr whisper xglm xmod youtu zamba zamba2 zaya
 """
 
-PROVED_FAMILIES = frozenset(_PROVED.split())
-"""Model types that compute on paged KV. Any other that is in no list is compared with itself when it is loaded."""
+PAGED_FAMILIES = frozenset(_PAGED.split())
+"""Model types that compute on paged KV."""
 
 SOLO_FAMILIES = frozenset(_SOLO.split())
 """Model types whose sequences are computed one at a time (engine/passes/solo.py): their attention does not go through

@@ -14,9 +14,8 @@ from spool.engine.cpu.logits_scan import KernelScan
 from spool.engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from spool.engine.drafting.head import DraftingHead
 from spool.engine.drafting.head_passes import HeadPasses
-from spool.engine.errors import UnsupportedProcessorError, one_line
+from spool.engine.errors import one_line
 from spool.engine.kv.pages import PagePool
-from spool.engine.models.dtype import COMPUTED
 from spool.engine.models.loaded_model import KvShape, LoadedModel
 from spool.engine.models.source import Progress
 from spool.engine.sampling.context import SamplingContext
@@ -31,19 +30,16 @@ logger = logging.getLogger(__name__)
 def cpu_kernels(
     dtype: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress, quantized: bool
 ) -> CpuKernels | None:
-    """With universal numerics, without what processors have for products of bfloat16 numbers: all then compute the same
-    bits. It is little used with quantised weights."""
-    if device.type != "cpu" or dtype not in COMPUTED:
+    """None for another device. With universal numerics, without what processors have for products of bfloat16 numbers:
+    all then compute the same bits. It is little used with quantised weights. Raises UnsupportedProcessorError."""
+    if device.type != "cpu":
         return None
-    try:
-        return load_cpu_kernels(dtype, progress, settings.cpu_isa, universal=quantized or settings.universal)
-    except ValueError as error:
-        raise UnsupportedProcessorError(str(error)) from error
+    return load_cpu_kernels(dtype, progress, settings.cpu_isa, universal=quantized or settings.universal)
 
 
-def takes_codes(kernels: CpuKernels | None, dtype: torch.dtype, device: torch.device) -> bool:
+def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are kernels that multiply by quantised weights."""
-    return kernels is not None or (device.type == "cuda" and multiplies_codes(dtype, device))
+    return device.type == "cpu" or multiplies_codes(dtype, device)
 
 
 def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, progress: Progress) -> GpuPasses | None:
@@ -58,10 +54,9 @@ def gpu_passes(model: PreTrainedModel, settings: EngineSettings, graphs: bool, p
 def head_passes(head: DraftingHead, pool: PagePool, loaded: LoadedModel, progress: Progress) -> HeadPasses:
     """Of a head of the loaded model. On a GPU with the attention that its own sizes get, and with graphs to capture."""
     kv, gpu, model = head.kv(pool.total_pages, pool.page_size), loaded.gpu, loaded.model
-    own = None if gpu is None else load_gpu_passes(model.dtype, model.device, head.heads, False, progress)
-    if gpu is None or own is None:
-        return HeadPasses(head, kv, head.backend(kv))
-    backend = own.backend(pool.page_size)
+    if gpu is None:
+        return HeadPasses(head, kv, loaded.cpu_backend(pool.page_size))
+    backend = load_gpu_passes(model.dtype, model.device, head.heads, False, progress).backend(pool.page_size)
     return HeadPasses(head, kv, backend, lambda compute: gpu.graphs(compute, kv, backend))
 
 
@@ -101,8 +96,10 @@ def _scanned(
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
     """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU, and
     find the same else."""
+    if loaded.kernels is not None:
+        return KernelScan(loaded.kernels)
     if loaded.gpu is None:
-        return LogitsScan() if loaded.kernels is None else KernelScan(loaded.kernels)
+        return LogitsScan()
     # Triton is made for Linux only.
     from spool.engine.cuda.triton_sampling import TritonScan
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spool.engine.attention.backends import (
-    AttentionBackend,
-    AttentionForm,
-    MatmulBackend,
-    attention_forms,
-    unrestricted_form,
-)
+from spool.engine.attention.backends import AttentionBackend
 from spool.engine.cpu.attention import KernelBackend
 from spool.engine.cpu.fused_layers import KernelDecoder, fuse_layers
-from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.kernels import LANES, CpuKernels
 from spool.engine.cpu.linear import KernelLinear
 from spool.engine.cuda.setup import GpuPasses
 from spool.engine.kv.kv_store import kv_row_bytes
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.kv.pages import PagePool
-from spool.engine.layers.joined_layers import join_layers, joins_layers
+from spool.engine.layers.joined_layers import join_layers
 from spool.engine.models.vocabulary import Vocabulary
 from spool.engine.parallel.lead import Lead
 from spool.engine.passes.eager import forward
@@ -45,6 +39,11 @@ class KvShape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(config.num_hidden_layers, kv_heads, head_dim)
 
+    def for_kernels(self, kernels: CpuKernels | None) -> KvShape:
+        """With the dimensions that a head has on pages: those of a CPU take multiples of 32."""
+        multiple = 1 if kernels is None else 2 * LANES
+        return replace(self, head_dim=-(-self.head_dim // multiple) * multiple)
+
     def bytes_of_layer(self, dtype: torch.dtype, quantized: bool = False) -> int:
         """For each token, of KV in `dtype`, or as codes."""
         return 2 * self.kv_heads * kv_row_bytes(self.head_dim, dtype.itemsize, quantized)
@@ -52,18 +51,14 @@ class KvShape:
 
 def attention_name(backend: AttentionBackend) -> str:
     """For reports."""
-    names: dict[type, str] = {
-        MatmulBackend: "matrix products",
-        KernelBackend: "CPU kernel",
-        SoloBackend: "transformers",
-    }
+    names: dict[type, str] = {KernelBackend: "CPU kernel", SoloBackend: "transformers"}
     return names.get(type(backend), "triton kernel")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
-    is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
+    """`kernels`: of a CPU; None where the model is on none. `gpu`: None where the model is on no GPU, or its sequences
+    are computed one at a time. `planned_kv_bytes`: of the plan of a GPU's memory.
     `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
     is a part of the whole. `quantization`: of its weights, in a word. `quantized_kv`: whether KV is kept as codes.
     `windows`: of its layers, None for those that see everything; empty as long as they are not known. `solo`: of a
@@ -106,13 +101,13 @@ class LoadedModel:
         """In bytes, for a model whose sequences are computed one at a time."""
         if self.solo is not None:
             return KvShape(self.solo.lanes, 1, self.solo.row_bytes)
-        return KvShape.of(self.model.config)
+        return KvShape.of(self.model.config).for_kernels(self.kernels)
 
     @property
     def kv_dtype(self) -> torch.dtype:
         return self.model.dtype if self.solo is None else torch.uint8
 
-    def replace_layers(self, page_size: int, check: Callable[[str], None] = lambda _: None) -> None:
+    def replace_layers(self, check: Callable[[str], None] = lambda _: None) -> None:
         """Replaces layers by faster ones that compute the same, in place. `check` is called after each kind of them,
         with its name."""
         if self.solo is not None:
@@ -120,36 +115,23 @@ class LoadedModel:
         if self.gpu is not None:
             self.gpu.fuse_decoder(self.model)
             check("a fused decoder")
-        if self.kernels is not None and self._attends_by_kernel(page_size):
+        if self.kernels is not None:
             fuse_layers(self.model, self.kernels)
-        if joins_layers(self.model, self.kernels):
-            join_layers(self.model, self.kernels)
-            check("joined layers")
+        join_layers(self.model, self.kernels)
+        check("joined layers")
         if self.gpu is not None:
             self.gpu.replace_linears(self.model)
             check("products of its own")
 
-    def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
-        """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""
-        if self._attends_by_kernel(page_size):
-            return [None]
-        products = list(attention_forms(page_size))
-        return products if self.gpu is None else [None, *products]
-
-    def unrestricted_form(self, page_size: int) -> AttentionForm | None:
-        """For passes whose bits may depend on what shares them."""
-        by_kernel = self._attends_by_kernel(page_size) or self.gpu is not None
-        return None if by_kernel else unrestricted_form(page_size)
-
-    def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
-        model, page_size = self.model, pool.page_size
+    def runner(self, pool: PagePool, row_counts: Sequence[int]) -> ModelRunner:
+        model = self.model
         if self.lead is not None:
-            self.lead.new_runner(pool, form, row_counts)
+            self.lead.new_runner(pool, row_counts)
         shape = self.kv_shape
         kv = PagedKv(
             shape.layers,
             pool.total_pages,
-            page_size,
+            pool.page_size,
             shape.kv_heads,
             shape.head_dim,
             self.kv_dtype,
@@ -159,19 +141,11 @@ class LoadedModel:
         )
         if self.solo is not None:
             return ModelRunner(model, kv, SoloBackend(), row_counts, passes=SoloPasses(self.solo, kv))
-        graphs = None if self.gpu is None or form is not None else self.gpu.graphs(partial(forward, model), kv)
-        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)
+        if self.gpu is None:
+            return ModelRunner(model, kv, self.cpu_backend(pool.page_size), row_counts, lead=self.lead)
+        graphs = self.gpu.graphs(partial(forward, model), kv)
+        return ModelRunner(model, kv, self.gpu.backend(pool.page_size), row_counts, graphs, self.lead)
 
-    def _attends_by_kernel(self, page_size: int) -> bool:
-        if self.kernels is None or self.solo is not None:
-            return False
-        return KernelBackend.supports(KvShape.of(self.model.config).head_dim, page_size)
-
-    def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
-        if self.kernels is not None and self._attends_by_kernel(kv.page_size):
-            return KernelBackend(self.kernels, kv.page_size)
-        if form is None and self.gpu is not None:
-            return self.gpu.backend(kv.page_size)
-        heads, model = self.model.config.num_attention_heads, self.model
-        form = form or unrestricted_form(kv.page_size)
-        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, model.device)
+    def cpu_backend(self, page_size: int) -> KernelBackend:
+        assert self.kernels is not None, "the model is on no CPU"
+        return KernelBackend(self.kernels, page_size)

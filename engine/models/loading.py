@@ -22,7 +22,7 @@ from spool.engine.drafting.model_draft import DraftEngine
 from spool.engine.drafting.mtp_head import MtpHead
 from spool.engine.drafting.token_map import TokenMap, map_tokens
 from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
-from spool.engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
+from spool.engine.exactness.calibration import calibrate, candidate_row_counts
 from spool.engine.exactness.calibration_cache import (
     calibration_file,
     calibration_key,
@@ -35,7 +35,7 @@ from spool.engine.kv.kv_store import KvStore
 from spool.engine.kv.memory import kv_bytes
 from spool.engine.kv.paged_kv import PagedKvStore
 from spool.engine.kv.pages import PagePool
-from spool.engine.models.compatibility import PROBED_PAGES, check_passes, check_solo, has_moving_rope
+from spool.engine.models.compatibility import has_moving_rope, windows_in_pass
 from spool.engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
 from spool.engine.models.drafting_head import MTP, head_architecture
 from spool.engine.models.dtype import dtype_name
@@ -146,24 +146,25 @@ def _target_engine(
     head: DraftingHead | None = None,
 ) -> TargetEngine:
     """`source` gives the parts of the fingerprint that the loaded model no longer shows."""
-    loaded = replace(loaded, windows=_check_passes(loaded, settings))
+    loaded = replace(loaded, windows=_windows(loaded, settings))
     _check_length(loaded, settings)
     weights = _weights_digest(loaded.model)
     replace_layers(loaded, settings.page_size)
     if settings.universal and not loaded.universal:
         raise UnsupportedModelError(
             f"numerics is 'universal', must be 'auto' for {settings.model} here: only dense llama, qwen2 and qwen3 "
-            "models on a CPU with a C compiler, which ranks cut evenly, compute the same bits on every processor"
+            "models on a CPU, which ranks cut evenly, compute the same bits on every processor"
         )
     _make_kernels(loaded, settings, progress)
-    shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
-    description, runner, pool = _assemble(loaded, settings, shapes, head)
+    exact_row_counts = _exact_row_counts(loaded, settings, progress) if settings.exact else ()
+    description, runner, pool = _assemble(loaded, settings, exact_row_counts, head)
     features = None if head is None else Features(loaded.model, head.layers, description.max_num_batched_tokens)
     progress("warming up", None)
-    has_kernels = loaded.kernels is not None or loaded.solo is not None
-    warm_up(description.max_sequence_length, runner, pool, has_kernels)
+    warm_up(description.max_sequence_length, runner, pool, loaded.gpu is None)
     description = capture_graphs(description, runner, pool, progress)
-    description = replace(description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, shapes))
+    description = replace(
+        description, fingerprint=fingerprint_parts(source(), loaded, runner, settings, exact_row_counts)
+    )
     drafting = None
     if head is not None and features is not None:
         passes = head_passes(head, pool, loaded, progress)
@@ -187,7 +188,7 @@ def _draft_engine(
     """`own`: the model's own ids of the tokens that it may propose; None for all."""
     if loaded.solo is not None and not loaded.solo.rewinds:
         raise UnsupportedModelError(f"{loaded.model.config.model_type} cannot draft: its states cannot go back")
-    loaded = replace(loaded, windows=_check_passes(loaded, settings))
+    loaded = replace(loaded, windows=_windows(loaded, settings))
     device, token_ids, fed = loaded.model.device, own, None
     if mapping is not None:
         grammars = Grammars(mapping.tokenizer, beside_model=device.type != "cpu")
@@ -206,10 +207,9 @@ def _draft_engine(
     if fed is not None:
         feed_as(loaded.model, fed)
     _make_kernels(loaded, settings, progress)
-    description, runner, pool = _assemble(loaded, settings, None)
+    description, runner, pool = _assemble(loaded, settings, ())
     progress("warming up", None)
-    has_kernels = loaded.kernels is not None or loaded.solo is not None
-    warm_up(description.max_sequence_length, runner, pool, has_kernels)
+    warm_up(description.max_sequence_length, runner, pool, loaded.gpu is None)
     description = capture_graphs(description, runner, pool, progress)
     scan = logits_scan(loaded, token_ids)
     # On a CPU there is no wait to be saved.
@@ -224,7 +224,7 @@ def run_rank(settings: EngineSettings, rank: int, folder: Path, loaded_all: Call
     ranks = join_ranks(folder, rank, settings.tensor_parallel_size, device)
     model = fetch_model(resolve_model(settings.model, Role.TARGET), lambda *_: None)
     loaded = read_model(model, replace(settings, device=str(device)), Role.TARGET, lambda *_: None, ranks)
-    loaded.replace_layers(settings.page_size)
+    loaded.replace_layers()
     loaded_all()
     follow(loaded, ranks)
 
@@ -239,21 +239,17 @@ def _gather_ranks(folder: Path, settings: EngineSettings, progress: Progress, ot
     return Lead(ranks, broken, sums_as_one(config, size))
 
 
-def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | None, ...]:
-    """Gives the windows of the layers."""
+def _windows(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | None, ...]:
+    """Of the layers."""
     if loaded.quantization != NOT_QUANTIZED or loaded.lead is not None:
-        # Its family is a proved one; a trial would expand all weights several times, and other ranks have replaced
-        # their layers.
+        # A pass would expand all weights, and other ranks have replaced their layers.
         attentions = [module for module in loaded.model.modules() if hasattr(module, "scaling")]
         windows = {module.layer_idx: getattr(module, "sliding_window", None) for module in attentions}
         return tuple(windows[layer] for layer in range(KvShape.of(loaded.model.config).layers))
-    pool = PagePool(PROBED_PAGES, settings.page_size)
     if loaded.solo is not None:
-        check_solo(loaded.solo, loaded.runner(pool, None, ()), pool)
         return ()
-    # Compared with the model's own attention, which rounds no KV.
-    loaded = replace(loaded, quantized_kv=False)
-    return check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
+    pool = PagePool(1, settings.page_size)
+    return windows_in_pass(loaded.runner(pool, ()), pool)
 
 
 def _weights_digest(model: PreTrainedModel) -> bytes:
@@ -288,7 +284,7 @@ def _make_kernels(loaded: LoadedModel, settings: EngineSettings, progress: Progr
     row_counts = _candidates(loaded, settings)
     pool = PagePool(-(-row_counts[-1] // settings.page_size), settings.page_size)
     with loaded.gpu.made_ahead():
-        warm_up(row_counts[-1], loaded.runner(pool, None, row_counts), pool)
+        warm_up(row_counts[-1], loaded.runner(pool, row_counts), pool)
     found = loaded.gpu.use_library(loaded.model, row_counts)
     report(f"torch's library has the bits of own products in {found} shapes and row counts", progress)
 
@@ -299,21 +295,21 @@ def _candidates(loaded: LoadedModel, settings: EngineSettings) -> tuple[int, ...
     return candidate_row_counts(min(most, _ONE_BY_ONE) if one_by_one else most)
 
 
-def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
-    if loaded.solo is not None:
-        return ExactShapes(_candidates(loaded, settings), None)
+def _exact_row_counts(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> tuple[int, ...]:
+    if loaded.solo is not None or loaded.by_cpu_kernels:
+        return _candidates(loaded, settings)
     file = calibration_file(loaded.model, settings, loaded.kernel_identity)
     calibration = read_calibration(file)
     if calibration is None:
         progress("calibrating exact mode", None)
-        calibration = calibrate(loaded.model, loaded.runner, settings, loaded.forms(settings.page_size))
+        calibration = calibrate(loaded.model, loaded.runner, settings.page_size, settings.batched_tokens)
         write_calibration(file, calibration)
     report(f"exact mode: {calibration.summary()}", progress)
-    return calibration.shapes
+    return calibration.row_counts
 
 
 def _assemble(
-    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None, head: DraftingHead | None = None
+    loaded: LoadedModel, settings: EngineSettings, exact_row_counts: tuple[int, ...], head: DraftingHead | None = None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
     longest, shape = _positions(loaded.model.config), loaded.kv_shape
@@ -328,10 +324,9 @@ def _assemble(
     if not pages:
         pages = max(1, kv_bytes(settings, loaded.planned_kv_bytes, model.device, head_bytes) // page_bytes)
     pool = PagePool(pages, settings.page_size, groups, loaded.solo is None or loaded.solo.rewinds)
-    exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
     row_counts = exact_row_counts or _candidates(loaded, settings)
-    runner = loaded.runner(pool, shapes.attention if shapes else loaded.unrestricted_form(pool.page_size), row_counts)
+    runner = loaded.runner(pool, row_counts)
     spans = tuple(settings.page_size * group.slices for group in groups)
     counts = PageCounts(spans, tuple(group.window or 0 for group in groups), row_counts[-1])
     longest = counts.longest(pages, longest)

@@ -69,7 +69,7 @@ def read_model(
         rounded = settings.quantization in ROUNDED_BITS
         dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress, rounded)
         model = model if dtype == model.dtype else model.to(dtype)
-        quantization = _round(model, device, settings, kernels, progress)
+        quantization = _round(model, device, settings, progress)
     else:
         model, kernels = _read_quantized(source, config, quantization, device, settings, ranks, progress)
         quantization = quantization if is_quantized(model) else NOT_QUANTIZED
@@ -114,7 +114,7 @@ def model_in_memory(model: PreTrainedModel, settings: EngineSettings, progress: 
     fix_frequencies(model, settings.max_model_len)
     kernels = cpu_kernels(model.dtype, model.device, settings, progress, settings.quantization in ROUNDED_BITS)
     vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
-    quantization = _round(model, model.device, settings, kernels, progress)
+    quantization = _round(model, model.device, settings, progress)
     gpu = gpu_passes(model, settings, settings.cuda_graphs, progress)
     quantized_kv = settings.quantized_kv
     return LoadedModel(model, vocabulary, kernels, gpu, quantization=quantization, quantized_kv=quantized_kv)
@@ -169,14 +169,11 @@ def _dtype_and_kernels(
     stored: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress, quantized: bool
 ) -> tuple[torch.dtype, CpuKernels | None]:
     """What a model is computed in whose weights are in `stored`, and the CPU kernels for it."""
-    kernels = cpu_kernels(stored, device, settings, progress, quantized)
-    if settings.dtype != AUTO:
-        return stored, kernels
-    dtype, reason = best_dtype(stored, device, kernels is not None)
-    if dtype != stored:
-        kernels = cpu_kernels(dtype, device, settings, progress, quantized)
-    report(f"dtype {dtype_name(dtype)}: {reason}", progress)
-    return dtype, kernels
+    dtype = stored
+    if settings.dtype == AUTO:
+        dtype, reason = best_dtype(stored, device)
+        report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    return dtype, cpu_kernels(dtype, device, settings, progress, quantized)
 
 
 def _read_quantized(
@@ -199,7 +196,7 @@ def _read_quantized(
     asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
     known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
     dtype, kernels = _dtype_and_kernels(asked, device, settings, progress, quantized=known)
-    keep = known and takes_codes(kernels, dtype, device)
+    keep = known and takes_codes(dtype, device)
     try:
         model = build_model(source, config, dtype, keep, ranks, settings.ignore_tensors)
     except _UNREADABLE as error:
@@ -228,14 +225,13 @@ def _round(
     model: PreTrainedModel,
     device: torch.device,
     settings: EngineSettings,
-    kernels: CpuKernels | None,
     progress: Progress,
 ) -> str:
     """Rounds the weights of a plain model where the settings say so; gives the name of its quantisation."""
     bits = ROUNDED_BITS.get(settings.quantization)
     if bits is None:
         return NOT_QUANTIZED
-    if model.config.model_type not in FAMILIES or not takes_codes(kernels, model.dtype, device):
+    if model.config.model_type not in FAMILIES or not takes_codes(model.dtype, device):
         report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
         return NOT_QUANTIZED
     progress(f"rounding weights to {bits} bits", None)

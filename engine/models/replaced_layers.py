@@ -26,10 +26,10 @@ def replace_layers(loaded: LoadedModel, page_size: int) -> None:
     gpu, model = loaded.gpu, loaded.model
     # Other ranks replace theirs by themselves, and a rounding can choose another expert, whose output is another.
     if gpu is None or loaded.lead is not None or loaded.solo is not None or any(True for _ in sparse_blocks(model)):
-        loaded.replace_layers(page_size)
+        loaded.replace_layers()
         return
     pool = PagePool(-(-_PROMPT_TOKENS // page_size), page_size)
-    runner = loaded.runner(pool, loaded.unrestricted_form(page_size), ())
+    runner = loaded.runner(pool, ())
     own = _last_hidden_state(runner, pool)
     tolerance = _TOLERANCES[model.dtype] * (model.config.get_text_config(decoder=True).num_hidden_layers + 2) ** 0.5
 
@@ -43,7 +43,7 @@ def replace_layers(loaded: LoadedModel, page_size: int) -> None:
                 f"the last hidden state is {error:.2g} off, must be at most {tolerance:.2g}"
             )
 
-    loaded.replace_layers(page_size, check)
+    loaded.replace_layers(check)
 
 
 @torch.inference_mode()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from spool.engine.attention.backends import AttentionForm
 from spool.engine.errors import one_line
 from spool.engine.kv.groups import page_groups
 from spool.engine.kv.paged_kv import PagedKvStore
@@ -31,10 +30,10 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
             logger.info("rank 0 is gone: %s", one_line(error))
             return
         match order:
-            case ["runner", pages, page_size, windows, form, row_counts]:
+            case ["runner", pages, page_size, windows, row_counts]:
                 runner = None  # its pages go before those of the next come
                 pool = PagePool(pages, page_size, page_groups(windows))
-                runner = loaded.runner(pool, None if form is None else AttentionForm.from_plain(form), row_counts)
+                runner = loaded.runner(pool, row_counts)
             case _ if runner is not None:
                 _do(order, runner, ranks)
             case _:

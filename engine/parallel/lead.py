@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spool.engine.attention.backends import AttentionForm
 from spool.engine.errors import one_line
 from spool.engine.kv.groups import windows_of
 from spool.engine.kv.kv_store import KvStore
@@ -38,10 +37,9 @@ class Lead:
         self.sums_as_one = sums_as_one
         self._broken = broken
 
-    def new_runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> None:
+    def new_runner(self, pool: PagePool, row_counts: Sequence[int]) -> None:
         """Passes and pages of later orders are those of the newest runner."""
-        plain = None if form is None else asdict(form)
-        with self._together("runner", pool.total_pages, pool.page_size, windows_of(pool.groups), plain, [*row_counts]):
+        with self._together("runner", pool.total_pages, pool.page_size, windows_of(pool.groups), [*row_counts]):
             pass
 
     @contextmanager

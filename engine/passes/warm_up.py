@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 _MAX_WARM_LOGITS = 48
 
 
-def warm_up(longest: int, runner: ModelRunner, pool: PagePool, has_kernels: bool = False) -> None:
+def warm_up(longest: int, runner: ModelRunner, pool: PagePool, on_cpu: bool = False) -> None:
     """Runs one pass of each row count, so that libraries make their kernels now and not in the first steps, with logits
-    of as many rows as a step computes. No sequence is longer than `longest`. Where the CPU kernels compute
-    (`has_kernels`), which are the same for all row counts, the smallest and the largest will do."""
+    of as many rows as a step computes. No sequence is longer than `longest`. On a CPU, whose kernels
+    are the same for all row counts, the smallest and the largest will do."""
     sizes = runner.row_counts
-    if has_kernels:
+    if on_cpu:
         sizes = tuple(size for size in sizes if size <= longest)
         sizes = sizes[:: max(1, len(sizes) - 1)]
-    max_logits = _MAX_WARM_LOGITS if has_kernels else runner.max_logits
+    max_logits = _MAX_WARM_LOGITS if on_cpu else runner.max_logits
     for size in sizes:
         with _rows(size, min(size, max_logits), longest, pool) as sequences:
             runner.run(sequences)

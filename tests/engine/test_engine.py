@@ -1,4 +1,4 @@
-"""The engines by themselves: models of folders and in memory, rows that fail singly, the search for exact shapes."""
+"""The engines by themselves: models of folders and in memory, rows that fail singly, exact row counts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def settings(model: object = "tiny", **changes: object) -> EngineSettings:
     fields = {
         "dtype": "float32",
         "threads": 1,
-        "page_size": 8,
-        "kv_pages": 64,
+        "page_size": 16,
+        "kv_pages": 32,
         "exact": False,
         "max_num_batched_tokens": 96,
     } | changes
@@ -67,7 +67,7 @@ def folder(folders: tuple[Path, Path]) -> Path:
 
 
 def test_a_row_without_pages_fails_alone(folder: Path) -> None:
-    engine = load(folder, kv_pages=6)
+    engine = load(folder, kv_pages=3)
     tables = [PageTable(), PageTable()]
     rows = [verify(table, prompt, [], prompt) for table, prompt in zip(tables, ([1] * 60, [2, 3]), strict=True)]
     failed, fine = engine.step(rows).rows
@@ -79,7 +79,7 @@ def test_a_row_without_pages_fails_alone(folder: Path) -> None:
 
 def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folder: Path) -> None:
     model = in_memory(folder)
-    engine = target_engine_of(model, settings(kv_pages=8), silent)
+    engine = target_engine_of(model, settings(kv_pages=4), silent)
     poison, good = 7, PageTable()
     (expected,) = engine.step([verify(good, PROMPT, [], PROMPT)]).rows
     engine.pool.free(good)
@@ -117,7 +117,7 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
     of_memory = target_engine_of(in_memory(target), settings(dtype="bfloat16", device="cuda"), silent)
     description = of_memory.description
     assert (description.model_id, description.vocabulary_size) == ("tiny", VOCABULARY)
-    assert (description.dtype, description.device, description.attention) == ("float32", "cpu", "matrix products")
+    assert (description.dtype, description.device, description.attention) == ("float32", "cpu", "CPU kernel")
     assert decoded(of_memory, [PROMPT], 8, [1, 2]) == decoded(load(target), [PROMPT], 8, [1, 2])
     row = (PROMPT, 5, PROMPT, len(PROMPT), GREEDY)
     proposals = [
@@ -131,11 +131,11 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
     assert len(proposals[0]) == 5
 
 
-def test_windows_of_an_unknown_family_are_refused() -> None:
-    model = tiny_model("mistral", sliding_window=40, **TORCH_SHAPE)
+def test_a_family_that_nobody_compared_is_refused_by_name() -> None:
+    model = tiny_model("llama", **TORCH_SHAPE)
     model.set_attn_implementation(ATTENTION_NAME)
     model.config.model_type = "another"
-    with pytest.raises(UnsupportedModelError, match="another attends to windows of 40 positions, which was not proved"):
+    with pytest.raises(UnsupportedModelError, match="model_type is 'another', must be one of those"):
         target_engine_of(model, settings(), silent)
 
 
@@ -157,10 +157,10 @@ def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.
     (file,) = (tmp_path / "calibrations").iterdir()
     stored = read_calibration(file)
     assert stored is not None
-    assert stored.shapes.row_counts == first.description.exact_row_counts
+    assert stored.row_counts == first.description.exact_row_counts
     monkeypatch.setattr("spool.engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
     assert load(folder, exact=True).description == first.description
-    file.write_text('{"shapes": {}}')
+    file.write_text('{"rows": []}')
     assert read_calibration(file) is None
     with pytest.raises(pytest.fail.Exception):
         load(folder, exact=True, dtype="bfloat16")

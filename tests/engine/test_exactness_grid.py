@@ -63,7 +63,7 @@ class Worker:
 HEADS = {"head_dim": 64}
 KV8 = {"kv_cache_dtype": "int8", "prefix_cache": True}
 # Instruction set, family, sizes other than usual, dtype, and other settings. The dtypes differ in how kernels load and
-# store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
+# store; with the sizes of TORCH_SHAPE, heads are filled up with zeros.
 PAIRS: list[Any] = [
     *((isa, "llama", HEADS, "bfloat16", {}) for isa in ISAS),
     (AUTO, "llama", {}, "float16", {}),
@@ -82,7 +82,7 @@ PAIRS: list[Any] = [
     *((isa, "llama", HEADS, "bfloat16", {"quantization": bits}) for isa in ISAS for bits in ("int4", "int8")),
     (AUTO, "qwen3", HEADS, "float32", {"quantization": "int4"}),
     (AUTO, "qwen3", HEADS, "float16", {"quantization": "int8"}),
-    # KV in codes; with the sizes of TORCH_SHAPE, of matrix products.
+    # KV in codes; with the sizes of TORCH_SHAPE, of heads that are filled up.
     *((isa, "llama", HEADS, "bfloat16", KV8) for isa in ISAS),
     (AUTO, "llama", {"head_dim": 128}, "float32", KV8),
     ("avx2" if "avx2" in ISAS else AUTO, "llama", HEADS, "float32", KV8),

@@ -88,12 +88,8 @@ def test_universal_targets_read_the_kv_of_each_other(settings: EngineSettings) -
     assert layouts[0] != layouts[1]
 
 
-@pytest.mark.parametrize(("family", "compiler"), [("gemma3_text", None), ("qwen3_moe", None), ("llama", "none")])
-def test_universal_numerics_are_refused_where_they_are_not_to_be_had(
-    family: str, compiler: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if compiler is not None:
-        monkeypatch.setenv("CC", compiler)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_universal_numerics_are_refused_where_they_are_not_to_be_had(family: str, tmp_path: Path) -> None:
     settings = EngineSettings(str(save_tiny_pair(family, tmp_path)[0]), numerics="universal", exact=False, **SETTINGS)
     with pytest.raises(UnsupportedModelError, match=f"numerics is 'universal', must be 'auto' for .*{family}-target"):
         load_target_engine(settings, lambda *_: None)
@@ -137,12 +133,12 @@ def test_large_files_are_read_once_unless_they_are_written_to(tmp_path: Path, mo
     assert folder_parts(tmp_path)["weights"] not in (fresh["weights"], digest[::-1])
 
 
-def test_where_libraries_compute_their_shapes_and_threads_count(tmp_path: Path) -> None:
-    """Without kernels for the shapes of this model; calibration is left out, which finds none on some processors."""
+def test_where_libraries_compute_shapes_and_threads_count(tmp_path: Path) -> None:
+    """Norms and rotations of this model are torch's."""
     folder = str(save_tiny_pair("llama", tmp_path, **TORCH_SHAPE)[0])
     settings = EngineSettings(folder, dtype="float32", exact=False, **SETTINGS)
-    one, two = parts_of(settings), parts_of(replace(settings, threads=2, max_num_batched_tokens=64, page_size=8))
+    one, two = parts_of(settings), parts_of(replace(settings, threads=2, max_num_batched_tokens=64, page_size=32))
     torch.set_num_threads(1)
     changed = {name for name in one if one[name] != two[name]}
     assert changed == {"threads", "max_num_batched_tokens", "page_size"}
-    assert {"processor", "shapes"} <= one.keys()
+    assert {"processor", "row counts"} <= one.keys()

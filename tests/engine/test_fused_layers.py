@@ -23,8 +23,8 @@ from tests.support.decoding import paged_logits
 from tests.support.tiny_models import CONFIGS, VOCABULARY, tiny_model
 
 FAMILIES = sorted([*CONFIGS, "qwen2"])
-# Head dimension and page size: the CPU kernels attend with the second.
-SIZES = {"joined": (16, 8), "fused": (32, 16)}
+# Head dimensions: whole layers by kernel have the second.
+SIZES = {"joined": 16, "fused": 32}
 REPLACEMENTS = {FusedDecoderLayer, KernelDecoder, JoinedAttention, JoinedMlp, FusedRmsNorm}
 OTHERS = {"gemma3_text": set(), "glm4": {FusedRmsNorm}, "qwen3_moe": {JoinedAttention, FusedRmsNorm}}
 """What there is of these in families that are not of the Llama kind, or have experts."""
@@ -43,8 +43,7 @@ def random_model(family: str, head_dim: int) -> PreTrainedModel:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, size: str) -> None:
-    head_dim, page_size = SIZES[size]
-    eager = random_model(family, head_dim)
+    eager = random_model(family, SIZES[size])
     model = copy.deepcopy(eager)
     tokens = torch.randint(VOCABULARY, (sum(PIECES),), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -52,9 +51,9 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, si
         exact = eager.float()(input_ids=tokens[None]).logits[0]
     model.set_attn_implementation(ATTENTION_NAME)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(), None)
-    loaded.replace_layers(page_size)
-    pool = PagePool(8, page_size)
-    runner = loaded.runner(pool, loaded.unrestricted_form(page_size), ())
+    loaded.replace_layers()
+    pool = PagePool(8, 16)
+    runner = loaded.runner(pool, ())
     logits = paged_logits(runner, pool, tokens.tolist(), PIECES).float()
     error, eager_error = ((found - exact).pow(2).mean().sqrt() for found in (logits, of_eager))
     assert error < 1.5 * eager_error

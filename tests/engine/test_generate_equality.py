@@ -17,7 +17,6 @@ from spool.engine.target import TargetEngine
 from spool.scheduler.config import Policy, SchedulerConfig
 from spool.scheduler.messages import FinishReason, SequenceRequest
 from spool.scheduler.sampling import SamplingParameters
-from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import generated
 from tests.support.in_process import Output, executor_of, run_in_process
 from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
@@ -38,26 +37,22 @@ class Pair:
 
 
 PAIRS = {
-    f"{family}-{computing}": (family, shape, page_size)
-    for computing, shape, page_size in (("torch", TORCH_SHAPE, 8), ("kernels", {}, 16))
+    f"{family}-{sizes}": (family, shape)
+    for sizes, shape in (("padded", TORCH_SHAPE), ("usual", {}))
     for family in sorted(CONFIGS)
 }
 
 
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    family, shape, page_size = PAIRS[request.param]
-    if page_size == 16:
-        compiled_kernels(torch.float32)
+    family, shape = PAIRS[request.param]
     target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("tiny"), **shape)
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     plain = [generated(model, prompt, MAX_TOKENS) for prompt in prompts]
     settings = {
-        role: EngineSettings(
-            str(path), "float32", threads=1, page_size=page_size, kv_pages=400, max_num_batched_tokens=96
-        )
+        role: EngineSettings(str(path), "float32", threads=1, kv_pages=400, max_num_batched_tokens=96)
         for role, path in (("target", target), ("draft", draft))
     }
     # A token that stands in the middle of many outputs ends some sequences there, in whatever run it turns up.

@@ -83,10 +83,10 @@ def runner_of(folder: Path, kernels: CpuKernels, quantization: str, kv: str, row
     settings = EngineSettings(str(folder), quantization=quantization, kv_cache_dtype=kv, page_size=PAGE_SIZE)
     source = fetch_model(resolve_model(str(folder), Role.TARGET), lambda *_: None)
     loaded = replace(read_model(source, settings, Role.TARGET, lambda *_: None), kernels=kernels)
-    loaded.replace_layers(PAGE_SIZE)
+    loaded.replace_layers()
     assert loaded.universal
     pool = PagePool(rows // PAGE_SIZE, PAGE_SIZE)
-    return loaded.runner(pool, None, ()), pool
+    return loaded.runner(pool, ()), pool
 
 
 def digest_of(folder: Path, kernels: CpuKernels, quantization: str, kv: str, rows: int) -> str:

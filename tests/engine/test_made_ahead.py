@@ -20,6 +20,7 @@ from spool.engine.models.vocabulary import Vocabulary
 from spool.engine.passes.layout import BatchedSequence
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.passes.warm_up import warm_up
+from tests.support.cpu_kernels import compiled_kernels
 from tests.support.tiny_models import VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
 
@@ -38,13 +39,13 @@ def model_on_kernels(kind: str) -> LoadedModel:
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     gpu = GpuPasses("", lambda page: TritonBackend(*heads, page, CPU, wide_from=1.0), None, TritonLinear)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, gpu)
-    loaded.replace_layers(PAGE)
+    loaded.replace_layers()
     return loaded
 
 
 def parts(kind: str) -> tuple[ModelRunner, PagePool]:
     pool = PagePool(64, PAGE)
-    return model_on_kernels(kind).runner(pool, None, candidate_row_counts(MOST_ROWS)), pool
+    return model_on_kernels(kind).runner(pool, candidate_row_counts(MOST_ROWS)), pool
 
 
 def made_late(kind: str) -> tuple[set[str], set[str]]:
@@ -81,13 +82,13 @@ def test_no_kernel_is_made_after_the_warm_up(kind: str, monkeypatch: pytest.Monk
 def test_a_warm_up_runs_all_row_counts_also_beyond_the_longest_sequence(longest: int) -> None:
     model = tiny_model("llama")
     model.set_attn_implementation(ATTENTION_NAME)
-    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, None)
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
     computed: list[tuple[int, int]] = []
     pool, head = PagePool(7, PAGE), model.get_output_embeddings()
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given: computed.append((given[0].numel(), 0)))
     head.register_forward_pre_hook(lambda _, given: computed.append((computed.pop()[0], given[0].shape[-2])))
     counts = (1, 7, 30, 110, 200, 900)
-    warm_up(longest, loaded.runner(pool, loaded.unrestricted_form(PAGE), counts), pool)
+    warm_up(longest, loaded.runner(pool, counts), pool)
     assert computed == [(count, min(count, 200)) for count in counts]
     assert pool.free_pages == 7
 

@@ -52,7 +52,7 @@ def test_those_of_transformers(family: str, tmp_path: Path) -> None:
     them; and of what is sampled, whatever shapes the distribution that it is drawn from."""
     folder = save_tiny_pair(family, tmp_path, **TORCH_SHAPE)[0]
     settings = EngineSettings(
-        str(folder), dtype="float32", threads=1, page_size=8, kv_pages=120, exact=False, max_num_batched_tokens=96
+        str(folder), dtype="float32", threads=1, page_size=16, kv_pages=60, exact=False, max_num_batched_tokens=96
     )
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     worker = executor(settings)

@@ -29,9 +29,9 @@ TOKENS = [(7 * place + 3) % VOCABULARY for place in range(40)]
 def logits(model: PreTrainedModel) -> torch.Tensor:
     """Of all tokens, by the kernels, float32."""
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
-    loaded.replace_layers(page_size=16)
+    loaded.replace_layers()
     pool = PagePool(8, 16)
-    return paged_logits(loaded.runner(pool, None, (len(TOKENS),)), pool, TOKENS, [len(TOKENS)])
+    return paged_logits(loaded.runner(pool, (len(TOKENS),)), pool, TOKENS, [len(TOKENS)])
 
 
 def plain_model(folder: Path) -> PreTrainedModel:

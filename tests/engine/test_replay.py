@@ -155,7 +155,7 @@ def test_without_drafts_the_receipts_are_the_same(served: Served, pair: tuple[Pa
     [
         ("qwen3", {"quantization": "int8"}),
         ("gemma3_text", {"kv_cache_dtype": "int8"}),
-        ("llama", {"dtype": "float32", "page_size": 8}),
+        ("llama", {"dtype": "float32", "page_size": 32}),
     ],
     ids=str,
 )

@@ -10,17 +10,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spool.engine.cpu.linear import prepack_linears
+from spool.engine.cpu.linear import replace_linears
 from spool.engine.errors import ExactModeUnavailableError
-from spool.engine.exactness.calibration import calibrate, candidate_row_counts, cheapest_first
+from spool.engine.exactness.calibration import calibrate, candidate_row_counts
 from spool.engine.layers.joined_layers import FusedRmsNorm, join_layers
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.vocabulary import Vocabulary
-from spool.engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.tiny_models import VOCABULARY, tiny_model
 
-SETTINGS = EngineSettings("llama", "float32", threads=1, page_size=16, max_num_batched_tokens=40)
+MOST_ROWS = 40
 HIDDEN = 1024
 
 
@@ -44,24 +43,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 def accepted(model: PreTrainedModel) -> tuple[int, ...]:
     """Row counts of exact mode; linear layers and attention are computed by kernels, in one order."""
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
-    forms = loaded.forms(SETTINGS.page_size)
-    return calibrate(model, loaded.runner, SETTINGS, forms).shapes.row_counts
+    return calibrate(model, loaded.runner, 16, MOST_ROWS).row_counts
 
 
 def test_joined_layers_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
     join_layers(model, compiled_kernels(torch.float32))
     assert any(isinstance(module, FusedRmsNorm) for module in model.modules())
-    assert accepted(model) == candidate_row_counts(SETTINGS.batched_tokens)
+    assert accepted(model) == candidate_row_counts(MOST_ROWS)
 
 
 def test_the_models_own_norm_is_not(model: PreTrainedModel) -> None:
-    prepack_linears(model, compiled_kernels(torch.float32))
+    replace_linears(model, compiled_kernels(torch.float32))
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding"):
         accepted(model)
-
-
-def test_classes_that_compute_fewer_rows_for_small_passes_come_first() -> None:
-    small, middle, large = (1, 2, 4, 8, 16, 24, 40), (8, 16, 32, 48), tuple(range(96, 209, 16))
-    assert cheapest_first([large, small, middle]) == [small, middle, large]
-    # A class that ends early takes several passes.
-    assert cheapest_first([(1, 8, 16), (1, 8, 40)]) == [(1, 8, 40), (1, 8, 16)]

@@ -132,7 +132,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         )
         for request, row in zip(batch, output[:, length:].tolist(), strict=True):
             expected[request.sequence_id] = row[: row.index(end) + 1] if end in row else row
-    settings = EngineSettings(str(target), "float32", threads=1, page_size=8, kv_pages=600, exact=False)
+    settings = EngineSettings(str(target), "float32", threads=1, page_size=16, kv_pages=300, exact=False)
     of_draft = replace(settings, model=str(draft), lookup_match=2)
     draft_engine = load_draft_engine(of_draft, lambda *_: None)
     engines = [load_target_engine(replace(settings, max_num_batched_tokens=96), lambda *_: None) for _ in range(2)]

@@ -34,7 +34,7 @@ from tests.support.raw_targets import Message, RawTarget, opening, verdict
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.waiting import LONG, wait_until
 
-PAGES = 200
+PAGES = 50
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 FAILED, UNAVAILABLE = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> DraftEngine:
-    settings = EngineSettings(str(folder), dtype="float32", threads=1, page_size=4, kv_pages=PAGES)
+    settings = EngineSettings(str(folder), dtype="float32", threads=1, page_size=16, kv_pages=PAGES)
     return load_draft_engine(settings, lambda *_: None)
 
 

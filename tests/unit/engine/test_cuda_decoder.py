@@ -184,9 +184,9 @@ def engines_of(model: PreTrainedModel, scan: LogitsScan | None = None) -> tuple[
     gpu = GpuPasses("", lambda page: attention.TritonBackend(*heads, page, CPU), None, products.TritonLinear)
     model.set_attn_implementation(ATTENTION_NAME)
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, gpu)
-    loaded.replace_layers(PAGE)
+    loaded.replace_layers()
     pools = [PagePool(PAGES, PAGE) for _ in Role]
-    runners = [loaded.runner(pool, None, ()) for pool in pools]
+    runners = [loaded.runner(pool, ()) for pool in pools]
     description = EngineDescription("tiny", b"", VOCABULARY, "float16", "cpu", PAGE, PAGES, PAGE * PAGES, 256)
     store, scan = PagedKvStore(runners[0].kv, "tiny", b""), scan or sampling.TritonScan()
     grammars = Grammars(tokenizer_of(), beside_model=True)

@@ -1,4 +1,5 @@
-"""GPU kernels are tried before they are used: one of other values or bits, or none, leaves its work to torch."""
+"""GPU kernels are tried before they are used. Without attention nothing is served; products of other values or bits
+leave their work to torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from spool.engine.attention.backends import AttentionRule
 from spool.engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
+from spool.engine.errors import UnsupportedProcessorError
 from spool.engine.models.kernels import logits_scan
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.vocabulary import Vocabulary
@@ -41,7 +43,7 @@ def load(
     has_rules: bool = False,
     heads: tuple[int, int, int] = HEADS,
     quantized_kv: bool = False,
-) -> GpuPasses | None:
+) -> GpuPasses:
     caplog.set_level(logging.WARNING)
     device = torch.device("cpu")
     return load_gpu_passes(dtype, device, heads, True, lambda message, fraction: None, has_rules, quantized_kv)
@@ -54,7 +56,6 @@ def linear_layers(model: nn.Module) -> list[str]:
 @pytest.mark.usefixtures("kernel")
 def test_kernels_that_work_are_used_in_any_family(caplog: pytest.LogCaptureFixture) -> None:
     gpu = load(caplog, torch.float16)
-    assert gpu is not None
     assert gpu.identity.startswith("triton 3.")
     assert gpu.identity.endswith("own products")
     assert not caplog.text
@@ -81,7 +82,6 @@ def test_products_of_other_values_or_bits_are_not_used(
 
     monkeypatch.setattr(products.TritonLinear, "forward", off)
     gpu = load(caplog, torch.float16)
-    assert gpu is not None
     assert gpu.identity.endswith("torch's products")
     assert "products by torch's libraries, as their Triton kernel gives" in caplog.text
     assert not multiplies_codes(torch.float16, torch.device("cpu"))
@@ -101,8 +101,8 @@ def test_attention_of_other_values_is_not_used(
         return output
 
     monkeypatch.setattr(kernel.TritonPlan, "attend", off)
-    assert load(caplog) is None
-    assert "its Triton kernel gives values that are" in caplog.text
+    with pytest.raises(UnsupportedProcessorError, match="the Triton kernel of attention gives values on cpu that are"):
+        load(caplog)
 
 
 @pytest.mark.parametrize("has_rules", [False, True])
@@ -117,7 +117,8 @@ def test_windows_that_are_one_position_off_matter_to_models_that_have_some(
         return output
 
     monkeypatch.setattr(kernel.TritonPlan, "attend", off)
-    assert (load(caplog, has_rules=has_rules) is None) == has_rules
+    with pytest.raises(UnsupportedProcessorError) if has_rules else nullcontext():
+        load(caplog, has_rules=has_rules)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.002])
@@ -137,23 +138,23 @@ def test_wide_tiles_of_other_bits_are_not_used(
 
     monkeypatch.setattr(kernel, "TritonBackend", Backend)
     gpu = load(caplog, torch.float16)
-    assert gpu is not None
     assert ("wide ones give other bits" in caplog.text) == bool(error)
     assert gpu.backend(16).wide_from == (math.inf if error else kernel.WIDE_FROM)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("kernel")
-def test_attention_that_fits_into_no_registers_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
-    assert load(caplog, torch.float16, quantized_kv=True) is not None
-    assert load(caplog, torch.float32, quantized_kv=True) is None
-    assert load(caplog, torch.float16, heads=(4, 2, 257)) is None
-    assert ["in 8 bits and dtype float32" in caplog.messages[0], "257 dimensions" in caplog.messages[1]] == [True] * 2
+def test_attention_that_fits_into_no_registers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    load(caplog, torch.float16, quantized_kv=True)
+    with pytest.raises(UnsupportedProcessorError, match="in 8 bits and dtype float32"):
+        load(caplog, torch.float32, quantized_kv=True)
+    with pytest.raises(UnsupportedProcessorError, match="257 dimensions"):
+        load(caplog, torch.float16, heads=(4, 2, 257))
 
 
-def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_nothing_is_served(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert load(caplog) is None
-    assert "cannot be made: " in caplog.text
+    with pytest.raises(UnsupportedProcessorError, match="cannot be made on cpu: "):
+        load(caplog)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -93,7 +93,7 @@ def test_graphs_compute_what_passes_compute(kernel: ModuleType, model: PreTraine
     found = []
     for row_counts in ((), ROW_COUNTS, (3, 16)):
         captures, pool = Captures(), PagePool(PAGES, PAGE)
-        runner = loaded(kernel, model, captures).runner(pool, None, ())
+        runner = loaded(kernel, model, captures).runner(pool, ())
         assert runner.graphs is not None
         runner.graphs.capture(row_counts, PAGE * PAGES)
         sequences = Sequences(runner, pool)
@@ -111,7 +111,7 @@ def test_graphs_compute_what_passes_compute(kernel: ModuleType, model: PreTraine
 
 def test_sequences_that_list_more_pages_than_there_are_have_a_graph(kernel: ModuleType, model: PreTrainedModel) -> None:
     captures, pool = Captures(), PagePool(PAGES, PAGE)
-    runner = loaded(kernel, model, captures).runner(pool, None, ROW_COUNTS)
+    runner = loaded(kernel, model, captures).runner(pool, ROW_COUNTS)
     assert runner.graphs is not None
     runner.graphs.capture((1, 2, 8), PAGE * PAGES)
     table = PageTable()
@@ -256,7 +256,7 @@ def capture_by(
     exact: bool = True,
 ) -> tuple[ModelRunner, PagePool, EngineDescription]:
     pool = PagePool(PAGES, PAGE)
-    runner = of.runner(pool, None, row_counts)
+    runner = of.runner(pool, row_counts)
     description = EngineDescription(
         model_id="tiny",
         tokenizer_digest=b"",

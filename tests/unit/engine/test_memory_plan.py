@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spool.engine.attention.backends import MatmulBackend, unrestricted_form
 from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.cpu.attention import KernelBackend
 from spool.engine.description import EngineDescription
 from spool.engine.drafting.model_draft import DraftEngine
 from spool.engine.errors import GpuMemoryError
@@ -33,6 +33,7 @@ from spool.engine.steps import ProposeRow, RowOutcome, VerifyRow
 from spool.engine.target import TargetEngine
 from spool.scheduler.messages import PromptScoring
 from spool.scheduler.sampling import SamplingParameters
+from tests.support.cpu_kernels import compiled_kernels
 from tests.support.gguf_models import write_model
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
 
@@ -122,7 +123,7 @@ def test_passes_compute_logits_of_no_more_rows_than_are_planned() -> None:
 
     def parts() -> tuple[EngineDescription, ModelRunner, PagePool]:
         kv = PagedKv(2, 1200, 16, config.num_key_value_heads, config.head_dim, torch.float32, cpu)
-        backend = MatmulBackend(unrestricted_form(16), config.num_attention_heads, config.num_key_value_heads, 16, cpu)
+        backend = KernelBackend(compiled_kernels(torch.float32), 16)
         described = EngineDescription("tiny", b"", VOCABULARY, "float32", "cpu", 16, 1200, 4096, 2048)
         return described, ModelRunner(model, kv, backend, (8, 500, 600, 2048)), PagePool(1200, 16)
 

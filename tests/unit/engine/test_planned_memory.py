@@ -186,12 +186,12 @@ def test_what_is_planned_is_what_is_allocated(name: str, gib: int, bits: int, tm
         heads = config.num_attention_heads, config.num_key_value_heads
         gpu = GpuPasses("", lambda page: attention.TritonBackend(*heads, page, META), capture, products.TritonLinear)
         loaded = LoadedModel(model, Vocabulary(b"", config.vocab_size), None, gpu)
-        loaded.replace_layers(PAGE)
+        loaded.replace_layers()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         groups = page_groups([None if kind == "full_attention" else config.sliding_window for kind in kinds])
         page_bytes = planned.kv_bytes_per_token * PAGE * lanes_of(groups, len(kinds)) // len(kinds)
         pool = PagePool(kv_bytes // page_bytes, PAGE, groups)
-        runner = loaded.runner(pool, None, (1, MAX_LOGITS_ROWS, tokens))
+        runner = loaded.runner(pool, (1, MAX_LOGITS_ROWS, tokens))
         with living.more(passes):
             warm_up(tokens, runner, pool)
         assert runner.graphs is not None

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spool.engine.attention.backends import AttentionRule, MatmulBackend, Span, unrestricted_form
 from spool.engine.kv.paged_kv import LayerKv, PagedKv, PagedKvStore
 from tests.support.cpu_kernels import ISAS, compiled_kernels
-from tests.support.reference_attention import attended
 
 CPU = torch.device("cpu")
 PAGES, KV_HEADS, PAGE, DIM = 5, 2, 16, 64
@@ -104,16 +102,6 @@ def test_a_row_that_is_not_finite_stays_so(isa: str, number: float) -> None:
     keys, values = layer.content()[:, 0, 0, 3]
     assert torch.allclose(keys, torch.ones(32))
     assert not values.isfinite().any()
-
-
-@pytest.mark.parametrize("rule", [AttentionRule(0.2), AttentionRule(0.2, 9, 2.0, torch.tensor([0.5, 1.0]))], ids=str)
-def test_matrix_products_attend_to_what_codes_say(rule: AttentionRule) -> None:
-    layer = LayerKv(PAGES, 1, PAGE, DIM, torch.float32, CPU, True)
-    layer.fill(torch.randn(2, PAGES, 1, PAGE, DIM, generator=torch.Generator().manual_seed(1)))
-    query = torch.randn(4, 2, DIM, generator=torch.Generator().manual_seed(2))
-    backend, spans = MatmulBackend(unrestricted_form(PAGE), 2, 1, PAGE, CPU), [Span(0, 4, 20, [3, 1])]
-    found = backend.plan(spans, 4).attend(layer, query, rule)
-    torch.testing.assert_close(found.double(), attended(layer, query, rule, spans), rtol=0, atol=1e-5)
 
 
 def pool(seed: int, quantized: bool = True) -> PagedKv:
