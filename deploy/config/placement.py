@@ -101,7 +101,6 @@ class WorkerGroup(Scaled):
         le=MOST_RANKS,
     )
     threads: int | None = described(None, "Threads of a replica. Unset: num_cpus if 1 or more, else a share.", ge=1)
-    kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
     kv_memory: ByteSize | None = described(None, "Memory for KV of each replica; overrides engine.kv_memory.", ge=1)
     drain_seconds: float = described(60.0, "Time in which a departing replica hands over sequences.", ge=1, le=86400)
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
