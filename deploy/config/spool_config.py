@@ -223,11 +223,6 @@ class SpoolConfig(Section):
         # `./folder/` is the folder that `folder` is.
         return self.models.served_model_name or os.path.normpath(self.models.target)
 
-    @property
-    def vllm_model_name(self) -> str | None:
-        """The model's name in metrics under vLLM's names; None without these."""
-        return self.served_name if self.metrics.vllm_names else None
-
     def group(self, role: Role) -> WorkerGroup:
         return self.groups.target if role is Role.TARGET else self.groups.draft
 
