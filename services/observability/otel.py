@@ -35,8 +35,8 @@ def span_exporter(endpoint: str) -> SpanExporter:
 def tracer_provider(endpoint: str, sample_ratio: float) -> TracerProvider:
     """`shutdown` of the provider sends the spans that wait.
 
-    The client's decision to sample is followed; of requests without one, `sample_ratio` are sampled. The service is `spool`,
-    unless $OTEL_SERVICE_NAME says otherwise.
+    The client's decision to sample is followed; of requests without one, `sample_ratio` are sampled. The service is
+    `spool`, unless $OTEL_SERVICE_NAME says otherwise.
     """
     sampler = ParentBased(TraceIdRatioBased(sample_ratio))
     resource = Resource.create({SERVICE_NAME: os.environ.get(OTEL_SERVICE_NAME, "spool")})
