@@ -115,7 +115,6 @@ def encode_chat(
         message = f"chat_template_kwargs has {name}, which the model's chat template does not read"
         raise invalid(f"{message}{meant(name, read)}", "chat_template_kwargs")
     options["strftime_now"] = settings.strftime_now
-    options["control_tokens"] = settings.control_tokens_in_messages
     try:
         return tokenizer.prepare_chat(prompt.messages, check_length=check_length, **options)
     except ChatTemplateError as error:

@@ -186,9 +186,6 @@ class RequestSettings(_Frozen):
     """Names besides localhost by which clients may reach a server on loopback that asks for no keys."""
     tool_format: ToolFormat | None = None
     """How the model writes calls. Unset: as its chat template tells."""
-    control_tokens_in_messages: bool = False
-    """The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a part of
-    a message can then forge others."""
     receipts: bool = False
     """Answers have receipts unless a request says otherwise; needs models.exact."""
     template_time: datetime | None = None
