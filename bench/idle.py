@@ -29,7 +29,6 @@ from bench.served import serving
 from spool.deploy.cluster.client import connected
 from spool.deploy.cluster.local_ray import LocalRay
 from spool.deploy.cluster.served_state import STATE_VARIABLE, StateFolder
-from spool.deploy.config.spool_config import RaySettings
 from spool.deploy.progress import say
 
 _SETTLE_SECONDS = 20.0
@@ -43,7 +42,7 @@ def empty_application(folder: Path) -> Iterator[psutil.Process]:
     """Deployments that do nothing, on a Ray as Spool starts one."""
     os.environ[STATE_VARIABLE] = str(folder)
     state = StateFolder()
-    ray = LocalRay("empty", RaySettings(), state)
+    ray = LocalRay("empty", state)
     try:
         ray.wait_until_up()
         with connected(ray.address, state):

@@ -65,7 +65,7 @@ async def start_gateway(
     warning = not_followed(tokenizer.folder)
     if warning is not None:
         logger.warning(warning)
-    metrics = GatewayMetrics(config.vllm_model_name)
+    metrics = GatewayMetrics(config.served_name)
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     engine = CompletionEngine(backend, tokenizer, settings, metrics, request_tracing(config.tracing, running))
     await running.enter_async_context(backend)

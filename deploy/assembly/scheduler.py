@@ -42,7 +42,7 @@ async def start_scheduler(
         observers=sequence_tracing(config.tracing, running),
     )
     running.push_async_callback(service.close)
-    options = SchedulerServerOptions(vllm_model_name=config.vllm_model_name)
+    options = SchedulerServerOptions(vllm_model_name=config.served_name)
     server = SchedulerServer(service, host, port, security=security, options=options, replicas=replicas)
     address = await server.start()
     running.push_async_callback(server.stop, stop_seconds)

@@ -17,7 +17,7 @@ def request_tracing(settings: TracingSettings, running: AsyncExitStack) -> Trace
         return None
     from spool.services.observability.otel import tracer_provider
 
-    provider = tracer_provider(settings.endpoint, settings.service_name, settings.sample_ratio)
+    provider = tracer_provider(settings.endpoint, settings.sample_ratio)
     running.push_async_callback(asyncio.to_thread, provider.shutdown)
     return provider.get_tracer("spool.gateway")
 
@@ -28,6 +28,6 @@ def sequence_tracing(settings: TracingSettings, running: AsyncExitStack) -> list
         return []
     from spool.services.observability.otel import OtelSequences, tracer_provider
 
-    provider = tracer_provider(settings.endpoint, settings.service_name, settings.sample_ratio)
+    provider = tracer_provider(settings.endpoint, settings.sample_ratio)
     running.push_async_callback(asyncio.to_thread, provider.shutdown)
     return [OtelSequences(provider)]

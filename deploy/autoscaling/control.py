@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from spool.deploy.config.placement import WorkerAutoscaling
+from spool.deploy.config.placement import HYSTERESIS, WorkerAutoscaling
 
 # A rounding error must not add a replica.
 _ROUNDING = 1e-6
@@ -36,7 +36,7 @@ class GroupControl:
 
     The load is a number of fully used replicas. The group grows when its replicas were used for more than `utilisation`
     during the whole upscale delay, so a short peak adds none. It shrinks when fewer replicas would have been used for
-    at most `utilisation - hysteresis` during the whole cool-down (`downscale_delay_seconds`). A control that has not
+    at most `utilisation` less HYSTERESIS during the whole cool-down (`downscale_delay_seconds`). A control that has not
     watched for that long changes nothing in that direction.
     """
 
@@ -53,7 +53,7 @@ class GroupControl:
         began = self._began = now if self._began is None else self._began
         up, down = rules.upscale_delay_seconds, rules.downscale_delay_seconds
         low = _replicas(load / rules.utilisation, rules.min_replicas, most)
-        high = _replicas(load / (rules.utilisation - rules.hysteresis), rules.min_replicas, most)
+        high = _replicas(load / (rules.utilisation - HYSTERESIS), rules.min_replicas, most)
         self._samples.append(Sample(now, low, high))
         while self._samples[0].time < now - max(up, down):
             self._samples.popleft()

@@ -91,7 +91,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     _check_secrets(config)
     check_ports(config)
     reporter = Reporter()
-    ray = LocalRay(app_name, config.ray, state)
+    ray = LocalRay(app_name, state)
     try:
         prepare_models(config, reporter)
         reporter.stage("ray", "starting", None)

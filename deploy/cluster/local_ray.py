@@ -17,7 +17,6 @@ from filelock import Timeout
 
 from spool.deploy.cluster.ray_process import DETACH
 from spool.deploy.cluster.served_state import StateFolder
-from spool.deploy.config.spool_config import RaySettings
 from spool.deploy.errors import RunError, UsageError
 
 _STOP_SECONDS = 120.0
@@ -47,10 +46,10 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
 class LocalRay:
     """A Ray, with Serve on it, that is started here. Unless `detach` is called, it ends with this process."""
 
-    def __init__(self, app_name: str, settings: RaySettings, state: StateFolder) -> None:
+    def __init__(self, app_name: str, state: StateFolder) -> None:
         """Begins to start it: `wait_until_up` before it is used. Raises RunError."""
-        self._app_name, self._settings, self._state = app_name, settings, state
-        self._process = _start_process(app_name, settings, state)
+        self._app_name, self._state = app_name, state
+        self._process = _start_process(app_name, state)
         self.address = ""
         self.attached = True
 
@@ -66,7 +65,7 @@ class LocalRay:
             # Ray gives its processes 30 s to start, which on a busy machine may be too little.
             if "timed out during startup" not in str(error):
                 raise
-            self._process = _start_process(self._app_name, self._settings, self._state)
+            self._process = _start_process(self._app_name, self._state)
             self.address = self._address_of_process()
 
     def detach(self) -> None:
@@ -101,11 +100,9 @@ class LocalRay:
         return address
 
 
-def _start_process(app_name: str, settings: RaySettings, state: StateFolder) -> subprocess.Popen[bytes]:
+def _start_process(app_name: str, state: StateFolder) -> subprocess.Popen[bytes]:
     folder = _folder(app_name)
-    sizes = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
-    options = {"_temp_dir": str(folder), "include_dashboard": settings.dashboard, **sizes}
-    arguments = json.dumps([str(state.lock(app_name).lock_file), options])
+    arguments = json.dumps([str(state.lock(app_name).lock_file), str(folder)])
     # Files of a Ray that has ended: the lock of the application is free. A session may also be a link to another.
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():

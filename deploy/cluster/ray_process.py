@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -27,15 +26,15 @@ _OBJECT_STORE_BYTES = 100 << 20
 
 
 def main() -> int:
-    """`lock` is held as long as Ray lives; `options` are those of `ray.init`."""
-    lock, options = json.loads(sys.argv[1])
+    """`lock` is held as long as Ray lives, which writes to `folder`."""
+    lock, folder = json.loads(sys.argv[1])
     events = EventPipe()
     stop = threading.Event()
     _stop_at_signals(stop)
     threading.Thread(target=_watch_stdin, args=(stop,), name="stdin-watch", daemon=True).start()
     try:
         with FileLock(lock, timeout=0):
-            _run(options, events, stop)
+            _run(folder, events, stop)
     except Timeout:
         events.send("failed", error="another Ray was started for this application meanwhile")
         return 1
@@ -45,11 +44,17 @@ def main() -> int:
     return 0
 
 
-def _run(options: dict[str, Any], events: EventPipe, stop: threading.Event) -> None:
+def _run(folder: str, events: EventPipe, stop: threading.Event) -> None:
     import ray
     from ray import serve
 
-    context = ray.init(address="local", object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=False, **options)
+    context = ray.init(
+        address="local",
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        include_dashboard=False,
+        _temp_dir=folder,
+    )
     # Ray has taken them for itself.
     _stop_at_signals(stop)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ByteSize, field_validator
@@ -158,8 +158,6 @@ class EngineSection(Section):
         "`universal`: targets on a CPU compute the same bits on every processor, also with weights in 16 bits, or are "
         "refused. `auto`: with quantised weights.",
     )
-    page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
-    kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
     kv_memory: Annotated[ByteSize | None, typer.Option(parser=str, metavar="SIZE")] = described(
         None,
         "Memory for KV of each worker, such as `2GiB`. Unset: what gpu_memory_utilization leaves, 1 GiB on a CPU.",
@@ -186,11 +184,13 @@ class EngineSection(Section):
         """Processes that make up one worker."""
         return self.tensor_parallel_size if role is Role.TARGET else 1
 
-    def for_worker(self, models: ModelsSection, role: Role, device: str, threads: int, **own: Any) -> EngineSettings:
-        """Settings of a worker's engine that loads one of `models`: these, and its `own`, which replace some."""
+    def for_worker(
+        self, models: ModelsSection, role: Role, device: str, threads: int, kv_memory: int | None
+    ) -> EngineSettings:
+        """Settings of a worker's engine that loads one of `models`."""
         is_draft = role is Role.DRAFT
-        common = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"}) | {
-            "kv_memory_bytes": None if self.kv_memory is None else int(self.kv_memory),
+        settings = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"}) | {
+            "kv_memory_bytes": kv_memory,
             "model": models.draft_name if is_draft else models.target,
             "dtype": models.dtype,
             "kv_cache_dtype": models.kv_cache_dtype,
@@ -204,4 +204,4 @@ class EngineSection(Section):
             "draft_ahead": models.draft_ahead,
             "tensor_parallel_size": self.ranks(role),
         }
-        return EngineSettings(**common | own)
+        return EngineSettings(**settings)

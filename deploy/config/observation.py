@@ -8,7 +8,7 @@ from enum import Enum
 from urllib.parse import urlsplit
 
 from spool.deploy.config.section import Section, described
-from spool.services.observability.logs import DEFAULT_FILE_BYTES, LogFormat, install_logs
+from spool.services.observability.logs import LogFormat, install_logs
 
 
 class LogLevel(Enum):
@@ -27,26 +27,19 @@ class LoggingSettings(Section):
 
     format: LogFormat = described(LogFormat.TEXT, "`text`, or `json` for one object a line.")
     level: LogLevel = described(LogLevel.INFO, "The least important lines to write; `debug` has two for each sequence.")
-    file_bytes: int = described(
-        DEFAULT_FILE_BYTES,
-        "Size at which the log file of a process becomes FILE.1, in place of the one before, and a new one begins.",
-        ge=4096,
-    )
 
     def install(self) -> None:
         """In this process, a replica."""
-        install_logs(self.format, self.level.number, file_bytes=self.file_bytes)
+        install_logs(self.format, self.level.number)
 
 
 class MetricsSettings(Section):
-    """Where Prometheus finds what the scheduler counts, and under which names. Gateways answer /metrics on their own
-    port."""
+    """Where Prometheus finds what the scheduler counts. Gateways answer /metrics on their own port."""
 
     scheduler_address: str | None = described(
         "127.0.0.1:8002",
         "host:port of the scheduler's own /metrics, on the scheduler's node; no key is asked for. null: none.",
     )
-    vllm_names: bool = described(True, "Repeats vLLM's metrics under vLLM's names, for its dashboards.")
 
     def problems(self) -> Iterator[str]:
         if self.scheduler_address is not None and self.listen() is None:
@@ -70,7 +63,6 @@ class TracingSettings(Section):
         min_length=1,
     )
     sample_ratio: float = described(1.0, "Share of traced requests, of those whose client leaves it open.", ge=0, le=1)
-    service_name: str = described("spool", "Service name in the spans.", min_length=1)
 
     def problems(self) -> Iterator[str]:
         if self.endpoint is not None and self.endpoint != "console":

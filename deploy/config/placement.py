@@ -10,6 +10,9 @@ from pydantic import ByteSize, Field
 from spool.deploy.config.section import Section, described
 from spool.engine.settings import MOST_RANKS
 
+HYSTERESIS = 0.2
+"""How far below `utilisation` load must be to remove replicas."""
+
 PositiveFloat = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
@@ -30,14 +33,12 @@ class Autoscaling(Section):
 class WorkerAutoscaling(Autoscaling):
     """Bounds and pace of a number of workers, which follows the load that the scheduler measures."""
 
-    utilisation: float = described(0.85, "Share of the replicas' capacity above which replicas are added.", gt=0, le=1)
-    hysteresis: float = described(0.2, "How far below `utilisation` load must be to remove replicas.", ge=0, lt=1)
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.hysteresis >= self.utilisation:
-            limit = f"must be below utilisation, which is {self.utilisation:g}"
-            yield f"hysteresis is {self.hysteresis:g}, {limit}"
+    utilisation: float = described(
+        0.85,
+        f"Share of the replicas' capacity above which replicas are added; {HYSTERESIS} below it they are removed.",
+        gt=HYSTERESIS,
+        le=1,
+    )
 
 
 class TargetAutoscaling(WorkerAutoscaling):
@@ -101,7 +102,6 @@ class WorkerGroup(Scaled):
         le=MOST_RANKS,
     )
     threads: int | None = described(None, "Threads of a replica. Unset: num_cpus if 1 or more, else a share.", ge=1)
-    kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
     kv_memory: ByteSize | None = described(None, "Memory for KV of each replica; overrides engine.kv_memory.", ge=1)
     drain_seconds: float = described(60.0, "Time in which a departing replica hands over sequences.", ge=1, le=86400)
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")

@@ -16,15 +16,13 @@ from spool.deploy.config.observation import LoggingSettings, MetricsSettings, Tr
 from spool.deploy.config.placement import Groups, Placement, WorkerGroup
 from spool.deploy.config.section import Section, described
 from spool.engine.settings import EngineSettings
-from spool.scheduler.config import MAX_RUNNING, KvMovement, Policy, SchedulerConfig
+from spool.scheduler.config import MAX_RUNNING, Policy, SchedulerConfig
 from spool.scheduler.key_class import KeyClass
 from spool.scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _LOOPBACK = "127.0.0.1"
-_CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
-
-_IDLE = "Has no effect; will be removed."
+_CPU_KV_BYTES = {Role.TARGET: ByteSize(1 << 30), Role.DRAFT: ByteSize(1 << 29)}
 
 # More rows rarely have one length.
 _EQUAL_ROWS = 8
@@ -48,22 +46,6 @@ class SchedulingSection(Section):
     )
     draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", ge=0, le=64)
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
-    prefill_chunk: int | None = described(
-        None, "Tokens of prompts in one step. Unset: half of `max_num_batched_tokens`.", ge=1
-    )
-    wait_bound_steps: float = described(
-        1.5,
-        "Verify groups that may pass a sequence over under exspec, and verify steps that a step waits for a draft "
-        "worker where the draft length is fixed.",
-        ge=0,
-        le=1000,
-    )
-    draft_batch_size: int | None = described(None, _IDLE, ge=1)
-    kv_movement: KvMovement = described(
-        KvMovement.AUTO,
-        "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
-        "moving is expected to be faster than recomputing it, `always` or `never`.",
-    )
     max_queued_sequences: int = described(
         1024, "Sequences that may wait; more are refused, of keys that have an equal part of them.", ge=1
     )
@@ -96,9 +78,6 @@ class SchedulingSection(Section):
             max_running=running,
             policy=policy,
             draft_length=self.draft_length if drafting else 0,
-            prefill_chunk=self.prefill_chunk,
-            wait_bound_steps=self.wait_bound_steps,
-            kv_movement=self.kv_movement,
             max_queued_sequences=self.max_queued_sequences,
             max_queued_tokens=self.max_queued_tokens,
             keys=keys,
@@ -110,11 +89,6 @@ class RaySettings(Section):
 
     address: str | None = described(None, "Ray to join: `auto` or host:port. Unset: one is started.", min_length=1)
     app_name: str = described("spool", "Name of the Serve application.", pattern=r"^[\w.-]{1,64}$")
-    num_cpus: int | None = described(
-        None, "CPUs of a Ray started here. Unset: the machine's, at least 4.", ge=1, le=4096
-    )
-    num_gpus: int | None = described(None, "GPUs of a Ray started here. Unset: those of the machine.", ge=0, le=64)
-    dashboard: bool = described(False, "Start Ray's dashboard, on loopback, with a Ray started here.")
 
     def problems(self) -> Iterator[str]:
         address = self.address
@@ -168,17 +142,12 @@ class SpoolConfig(Section):
 
     def without_effect(self) -> list[str]:
         """Fields that are set, and do nothing any more."""
-        idle: list[tuple[str, Section, Section, tuple[str, ...]]] = [
-            ("scheduling", self.scheduling, SchedulingSection(), ("draft_batch_size",))
-        ]
-        if self.models.draft_name == NGRAM:  # the targets look up
-            idle.append(("groups.draft", self.groups.draft, WorkerGroup(), ("replicas", "autoscaling")))
-        return [
-            f"{path}.{field}"
-            for path, section, default, fields in idle
-            for field in fields
-            if getattr(section, field) != getattr(default, field)
-        ]
+        if self.models.draft_name != NGRAM:
+            return []
+        # The targets look up.
+        draft, default = self.groups.draft, WorkerGroup()
+        fields = ("replicas", "autoscaling")
+        return [f"groups.draft.{field}" for field in fields if getattr(draft, field) != getattr(default, field)]
 
     def _gpu_limit(self, role: Role, group: WorkerGroup) -> str | None:
         """What the GPUs of a replica must be instead; None where they are right."""
@@ -203,8 +172,7 @@ class SpoolConfig(Section):
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         groups = (group, self.groups.draft) if self.drafts_inside else (group,)
-        of_all = (self.engine.kv_pages, self.engine.kv_memory)
-        return all(any(one is not None for one in (each.kv_pages, each.kv_memory, *of_all)) for each in groups)
+        return self.engine.kv_memory is not None or all(each.kv_memory is not None for each in groups)
 
     def scheduler_config(self) -> SchedulerConfig:
         """For the scheduler core of one cell, with its part of what the keys with a name may have."""
@@ -255,11 +223,6 @@ class SpoolConfig(Section):
         # `./folder/` is the folder that `folder` is.
         return self.models.served_model_name or os.path.normpath(self.models.target)
 
-    @property
-    def vllm_model_name(self) -> str | None:
-        """The model's name in metrics under vLLM's names; None without these."""
-        return self.served_name if self.metrics.vllm_names else None
-
     def group(self, role: Role) -> WorkerGroup:
         return self.groups.target if role is Role.TARGET else self.groups.draft
 
@@ -284,13 +247,10 @@ class SpoolConfig(Section):
     def engine_settings(self, role: Role, device: str, threads: int) -> EngineSettings:
         """For a worker of the group on `device`."""
         group = self.group(role)
-        pages, memory = group.kv_pages, group.kv_memory
-        if pages is None and memory is None:
-            pages, memory = self.engine.kv_pages, self.engine.kv_memory
-        if pages is None and memory is None and device == "cpu":
-            memory = ByteSize(_CPU_KV_BYTES[role])
-        kv_bytes = None if memory is None else int(memory)
-        return self.engine.for_worker(self.models, role, device, threads, kv_pages=pages, kv_memory_bytes=kv_bytes)
+        memory = self.engine.kv_memory if group.kv_memory is None else group.kv_memory
+        if memory is None and device == "cpu":
+            memory = _CPU_KV_BYTES[role]
+        return self.engine.for_worker(self.models, role, device, threads, memory)
 
     def engine_of(self, role: Role, device: str) -> EngineSettings:
         """`engine_settings` with the group's threads."""

@@ -104,11 +104,10 @@ def worker_launches(config: SpoolConfig, lengths: Sequence[int]) -> list[WorkerL
     """The workers of a run, targets first."""
 
     def engine_of(role: Role, device: str) -> EngineSettings:
-        engine = config.engine.for_worker(config.models, role, device, config.threads(role))
+        engine = config.engine.for_worker(config.models, role, device, config.threads(role), config.engine.kv_memory)
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
-        kv_is_given = engine.kv_pages is not None or engine.kv_memory_bytes is not None
-        if device == "cpu" and not kv_is_given and pages * engine.page_size <= _SMALL_KV_POSITIONS:
+        if device == "cpu" and engine.kv_memory_bytes is None and pages * engine.page_size <= _SMALL_KV_POSITIONS:
             # Memory is shared with everything else here, and filling it with zeros takes seconds.
             engine = replace(engine, kv_pages=pages)
         return engine

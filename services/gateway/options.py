@@ -22,6 +22,15 @@ from spool.services.gateway.structure import Structure
 _DRAWN_SEED_BITS = 53
 _LONGEST_NAME = 64
 _MIN_SEED = -(2**63)
+# Of a stop string and of a bad word.
+_MOST_CHARACTERS = 512
+# Entries of lists, each of which costs something.
+_MOST_ENTRIES = {
+    "stop": (16, "strings"),
+    "bad_words": (64, "strings"),
+    "stop_token_ids": (256, "token ids"),
+    "logit_bias": (1024, "entries"),
+}
 
 SAMPLING_FIELDS = {one.name for one in fields(SamplingParameters)} - {
     *("seed", "min_tokens", "end_token_ids", "grammar", "bad_words")
@@ -121,14 +130,9 @@ def options_given(values: Mapping[str, Any], **more: Any) -> GenerationOptions:
     return GenerationOptions(**given | {"sampling": sampling} | more)
 
 
-def check_counts(given: Mapping[str, Any], limits: Limits) -> None:
+def check_counts(given: Mapping[str, Any]) -> None:
     """Of the fields of a request, before anything looks at their entries. Raises RequestError."""
-    for name, most, what in (
-        ("stop", limits.stop_strings, "strings"),
-        ("bad_words", limits.bad_words, "strings"),
-        ("stop_token_ids", limits.stop_token_ids, "token ids"),
-        ("logit_bias", limits.logit_bias, "entries"),
-    ):
+    for name, (most, what) in _MOST_ENTRIES.items():
         values = given.get(name, ())
         if isinstance(values, Sized) and not isinstance(values, str) and len(values) > most:
             raise invalid(f"{name} has {len(values)} {what}, must have at most {most}", name)
@@ -155,10 +159,10 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
     ):
         _check_range(options.names.get(name, name), value, minimum, maximum)
     for name in ("stop", "bad_words"):
-        _check_texts(name, getattr(options, name), limits.stop_string_characters)
+        _check_texts(name, getattr(options, name))
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
     if options.tools is not None:
-        check_tools(options.tools, limits.tools)
+        check_tools(options.tools)
     logit_bias = options.sampling.get("logit_bias", {})
     for token in logit_bias:
         if not 0 <= token < vocabulary_size:
@@ -219,7 +223,8 @@ def _check_range(name: str, value: int | None, minimum: int, maximum: int | None
     raise invalid(f"{name} is {shown(value)}, must be {limit}", name)
 
 
-def _check_texts(name: str, texts: Sequence[str], characters: int) -> None:
+def _check_texts(name: str, texts: Sequence[str]) -> None:
     for index, text in enumerate(texts):
-        if not 1 <= len(text) <= characters:
-            raise invalid(f"{name}[{index}] has {len(text)} characters, must have between 1 and {characters}", name)
+        if not 1 <= len(text) <= _MOST_CHARACTERS:
+            limit = f"must have between 1 and {_MOST_CHARACTERS}"
+            raise invalid(f"{name}[{index}] has {len(text)} characters, {limit}", name)

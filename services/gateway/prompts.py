@@ -24,6 +24,9 @@ from spool.services.text.chat_template import ChatTemplateError
 from spool.services.text.incremental_decoder import whole_text
 from spool.services.text.tokenizer import ModelTokenizer
 
+MOST_PROMPT_LOGPROBS = 200_000
+"""Of each prompt: its tokens times one more than the likeliest ones reported for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
@@ -83,7 +86,7 @@ def prepare_prompts(
             message = f"{name} holds {text}: the model's weights end with token {model.vocabulary_size - 1}"
             raise invalid(message, name.split("[")[0])
         if options.prompt_logprobs is not None:
-            count, most = len(one.tokens) * (1 + options.prompt_logprobs), settings.limits.prompt_logprobs
+            count, most = len(one.tokens) * (1 + options.prompt_logprobs), MOST_PROMPT_LOGPROBS
             if count > most:
                 field = options.names.get("prompt_logprobs", "prompt_logprobs")
                 asked = f"is {options.prompt_logprobs} for {len(one.tokens)} tokens"
@@ -112,7 +115,6 @@ def encode_chat(
         message = f"chat_template_kwargs has {name}, which the model's chat template does not read"
         raise invalid(f"{message}{meant(name, read)}", "chat_template_kwargs")
     options["strftime_now"] = settings.strftime_now
-    options["control_tokens"] = settings.control_tokens_in_messages
     try:
         return tokenizer.prepare_chat(prompt.messages, check_length=check_length, **options)
     except ChatTemplateError as error:

@@ -134,32 +134,14 @@ class Limits(_Frozen):
 
     body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     """Size of a request's body over HTTP, and of its message over gRPC."""
-    body_seconds: Seconds = 30.0
-    """Time to send the body in."""
     output_tokens: Annotated[int, Field(ge=1)] | None = None
     """Output tokens of each choice; None: what the model's length leaves."""
     sequences: Annotated[int, Field(ge=1)] = 128
     """Prompts times choices."""
-    stop_strings: Annotated[int, Field(ge=0)] = 16
-    """Stop strings."""
-    stop_string_characters: Annotated[int, Field(ge=1)] = 512
-    """Characters of each stop string and bad word."""
-    stop_token_ids: Annotated[int, Field(ge=0)] = 256
-    """Stop token ids."""
-    logit_bias: Annotated[int, Field(ge=0)] = 1024
-    """Entries of logit_bias."""
     top_logprobs: Annotated[int, Field(ge=0)] = 20
     """Likeliest tokens reported for each token."""
-    prompt_logprobs: Annotated[int, Field(ge=0)] = 200_000
-    """Log probabilities of each prompt: its tokens times one more than the likeliest ones reported for each."""
-    bad_words: Annotated[int, Field(ge=0)] = 64
-    """Bad words."""
     messages: Annotated[int, Field(ge=1)] = 4096
     """Messages of a conversation."""
-    message_parts: Annotated[int, Field(ge=1)] = 1024
-    """Parts of a message's content, and calls of functions in it."""
-    tools: Annotated[int, Field(ge=0)] = 128
-    """Functions that a request defines."""
     timeout_seconds: Seconds = 3600.0
     """Time for the whole request; a client that asks for more gets this much."""
 
@@ -172,30 +154,16 @@ class ConnectionLimits(_Frozen):
     per_address: Annotated[int, Field(ge=1)] | None = None
     """Of these, connections from one address (IPv6: one /64). Unset: no own limit, since all clients behind a proxy
     have the proxy's address."""
-    header_bytes: Annotated[int, Field(ge=1024, le=1024 * 1024)] = 64 * 1024
-    """Bytes of a request's line and headers, of a chunk's header, and of trailers."""
-    header_lines: Annotated[int, Field(ge=16, le=10_000)] = 128
-    """Headers of a request."""
-    body_chunks: Annotated[int, Field(ge=1)] = 8192
-    """Chunks of a body without content-length."""
     held_body_bytes: Annotated[int, Field(ge=1024 * 1024)] = 128 * 1024 * 1024
     """Bytes of the bodies of all HTTP requests under way together. Beyond, bodies of more than 64 KiB get 503."""
-    header_seconds: Seconds = 20.0
-    """Time for the TLS handshake, for the headers, and for the rest of a body that was answered before its end."""
     keep_alive_seconds: Seconds = 75.0
     """How long a connection stays open without a request: longer than proxies keep theirs, 60 s mostly, so that no
     request meets a connection that closes."""
-    write_seconds: Seconds = 60.0
-    """Time in which a client must take some of its answer."""
     grpc_total: Annotated[int, Field(ge=1)] = 1024
     """Open connections over gRPC."""
-    grpc_streams: Annotated[int, Field(ge=1)] = 1024
-    """Calls at a time of one gRPC connection; its client waits with others."""
     grpc_seconds: Seconds = 300.0
     """How long a gRPC connection takes new calls, give or take a tenth. For its next call the client connects again, to
     whatever its name leads to by then; calls under way go on to their end."""
-    grpc_metadata_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
-    """Bytes of the metadata of one gRPC call."""
 
 
 class NamedKey(_Frozen):
@@ -218,9 +186,6 @@ class RequestSettings(_Frozen):
     """Names besides localhost by which clients may reach a server on loopback that asks for no keys."""
     tool_format: ToolFormat | None = None
     """How the model writes calls. Unset: as its chat template tells."""
-    control_tokens_in_messages: bool = False
-    """The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a part of
-    a message can then forge others."""
     receipts: bool = False
     """Answers have receipts unless a request says otherwise; needs models.exact."""
     template_time: datetime | None = None

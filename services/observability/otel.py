@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
+from opentelemetry.sdk.environment_variables import OTEL_SERVICE_NAME
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
@@ -30,15 +32,15 @@ def span_exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint)
 
 
-def tracer_provider(endpoint: str, service_name: str, sample_ratio: float) -> TracerProvider:
+def tracer_provider(endpoint: str, sample_ratio: float) -> TracerProvider:
     """`shutdown` of the provider sends the spans that wait.
 
-    The client's decision to sample is followed; of requests without one, `sample_ratio` are sampled.
+    The client's decision to sample is followed; of requests without one, `sample_ratio` are sampled. The service is
+    `spool`, unless $OTEL_SERVICE_NAME says otherwise.
     """
     sampler = ParentBased(TraceIdRatioBased(sample_ratio))
-    provider = TracerProvider(
-        sampler=sampler, resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False
-    )
+    resource = Resource.create({SERVICE_NAME: os.environ.get(OTEL_SERVICE_NAME, "spool")})
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(span_exporter(endpoint)))
     return provider
 

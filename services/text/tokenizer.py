@@ -127,22 +127,19 @@ class ModelTokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        control_tokens: bool = False,
         check_length: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> tuple[list[int], str]:
         """The prompt of a conversation, and its text: the template writes the special tokens itself.
 
-        Unless `control_tokens`, the text of a special token in a message or a tool is text and not that token.
+        The text of a special token in a message or a tool is text and not that token.
         `check_length` sees the text before it is encoded.
         """
-        given, tools = list(messages), options.get("tools")
-        if not control_tokens:
-            given = [
-                {name: text if name == "role" else self._plain.marked(text) for name, text in one.items()}
-                for one in given
-            ]
-            tools = self._plain.marked(tools)
+        given = [
+            {name: text if name == "role" else self._plain.marked(text) for name, text in one.items()}
+            for one in messages
+        ]
+        tools = self._plain.marked(options.get("tools"))
         if given == list(messages) and tools == options.get("tools"):
             text = self.render_chat(messages, **options)
             check_length(text)

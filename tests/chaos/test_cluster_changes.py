@@ -29,7 +29,6 @@ from tests.support.waiting import LONG, setting, wait_until
 pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 MODEL = "tiny"
-KV_PAGES = 256
 """Of a target: for ten sequences of 380 tokens."""
 MANY, FEW = 20, 2
 """Streams, of which one target has pages for about ten. What fits does not depend on how fast the machine is."""
@@ -91,10 +90,10 @@ def cell(
             "dtype": "float32",
         },
         "engine": ENGINE,
-        "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
+        "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged"},
         "groups": {
             "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
-            "target": {**PACED, "replicas": 2, "drain_seconds": LONG, "kv_pages": KV_PAGES},
+            "target": {**PACED, "replicas": 2, "drain_seconds": LONG, "kv_memory": ENGINE["kv_memory"] // 2},
         },
         "gateway": {"port": http_port, "grpc_port": grpc_port, "drain_seconds": LONG},
         "internal": {"token_file": str(token)},

@@ -380,7 +380,7 @@ def test_a_model_with_tensors_that_may_be_left_out_decodes_and_is_replayed(serve
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
     ignored = ("extra.weight", "other.*")
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "abc"})
-    command = ("generate", folder, "--draft", "none", "--prompts", prompts, "--max-tokens", "3", "--kv-pages", "8")
+    command = ("generate", folder, "--draft", "none", "--prompts", prompts, "--max-tokens", "3")
     refused = replayed(folder, tmp_path, served.receipts()[0].to_json())
     assert (refused.code, "--ignore-tensors" in refused.err) == (1, True), refused.err
     ended = spool_here(*command, "--json", *(each for name in ignored for each in ("--ignore-tensors", name)))

@@ -27,7 +27,9 @@ from tests.support.in_process import run_in_process
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 
-ENGINE = {"page_size": 16, "kv_pages": 512, "max_num_batched_tokens": 96}
+BATCHED_TOKENS = 96
+ENGINE = {"kv_memory": 8 << 20, "max_num_batched_tokens": BATCHED_TOKENS}
+"""KV is not a share of this machine's memory, which other tests use too."""
 PACED: dict[str, Any] = {"threads": 1, "environment": slow_steps(0.02)}
 """Workers that leave the processors to others between steps, so that replicas start soon while streams go on."""
 
@@ -35,9 +37,11 @@ PACED: dict[str, Any] = {"threads": 1, "environment": slow_steps(0.02)}
 class PlainDecoder:
     """One sequence at a time, one token at a time, by the engine alone; answers are kept for the next call."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", engine: Mapping[str, int] = ENGINE) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self._tokenizer = ModelTokenizer(folder)
-        settings = EngineSettings(str(folder), dtype=dtype, threads=1, **engine)
+        settings = EngineSettings(
+            str(folder), dtype=dtype, threads=1, kv_pages=512, max_num_batched_tokens=BATCHED_TOKENS
+        )
         self._executor = StepExecutor(load_target_engine(settings, lambda *_: None))
         self._answers: dict[Case, str] = {}
 

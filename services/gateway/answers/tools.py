@@ -11,6 +11,9 @@ from spool.scheduler.sampling import MAX_GRAMMAR_BYTES
 from spool.services.gateway.answers.schema_form import schema_fault, value_types
 from spool.services.gateway.errors import invalid
 
+MOST_TOOLS = 128
+"""That a request defines."""
+
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -65,10 +68,10 @@ class ToolUse:
         return self.tools if self.name is None else tuple(tool for tool in self.tools if tool.name == self.name)
 
 
-def check_tools(use: ToolUse, limit: int) -> None:
+def check_tools(use: ToolUse) -> None:
     """Raises RequestError that names the field at fault."""
-    if not 1 <= len(use.tools) <= limit:
-        raise invalid(f"tools has {len(use.tools)} entries, must have between 1 and {limit}", "tools")
+    if not 1 <= len(use.tools) <= MOST_TOOLS:
+        raise invalid(f"tools has {len(use.tools)} entries, must have between 1 and {MOST_TOOLS}", "tools")
     names = [tool.name for tool in use.tools]
     for index, tool in enumerate(use.tools):
         field = f"tools.{index}.function"

@@ -19,6 +19,9 @@ from spool.services.gateway.settings import ConnectionLimits
 
 logger = logging.getLogger(__name__)
 
+HANDSHAKE_SECONDS = 20.0
+"""For TLS, and over gRPC for the first settings of HTTP/2."""
+
 # Accepted before other work of the event loop has its turn.
 _AT_ONCE = 16
 # Of a listening socket: uvicorn's backlog.
@@ -49,7 +52,7 @@ class Acceptor:
         self._make = make
         self._total = affordable(limits.total)
         self._per_address = limits.per_address or self._total
-        self._handshake_seconds = None if tls is None else limits.header_seconds
+        self._handshake_seconds = None if tls is None else HANDSHAKE_SECONDS
         self._tls = tls
         self._refusal = refusal
         self._open = Counter[str]()

@@ -17,7 +17,15 @@ from uvicorn.server import ServerState
 from spool.services.gateway.connections.acceptor import Release
 from spool.services.gateway.errors import ErrorKind, RequestError, invalid
 from spool.services.gateway.http.openai_errors import error_response
-from spool.services.gateway.settings import ConnectionLimits
+
+HEADER_BYTES, HEADER_LINES = 64 * 1024, 128
+"""Of a request's line and headers; as many bytes have a chunk's header, and trailers."""
+BODY_CHUNKS = 8192
+"""Of a body without content-length."""
+HEADER_SECONDS = 20.0
+"""For the headers, and for the rest of a body that was answered before its end."""
+WRITE_SECONDS = 60.0
+"""In which a client must take some of its answer."""
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)*")
@@ -42,9 +50,8 @@ class RefusedError(Exception):
 class LimitedConnection(h11.Connection):
     """Its `next_event` raises RefusedError before it parses what is beyond the limits."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        super().__init__(h11.SERVER, limits.header_bytes)
-        self._limits = limits
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEADER_BYTES)
         self._chunks = 0
 
     @property
@@ -61,7 +68,7 @@ class LimitedConnection(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-                raise RefusedError(self._too_many("bytes", self._limits.header_bytes)) from error
+                raise RefusedError(self._too_many("bytes", HEADER_BYTES)) from error
             raise RefusedError(invalid(f"the request is not HTTP/1.1: {error}", None, "invalid_http")) from error
         if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
             # A proxy that believes the other one takes a part of the body for a request (RFC 9112, section 6.1).
@@ -69,8 +76,8 @@ class LimitedConnection(h11.Connection):
             raise RefusedError(invalid(message, None, "invalid_http"))
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_start
-            if self._chunks > (most := self._limits.body_chunks):
-                message = f"the body has more than {most} chunks, send fewer or content-length"
+            if self._chunks > BODY_CHUNKS:
+                message = f"the body has more than {BODY_CHUNKS} chunks, send fewer or content-length"
                 raise RefusedError(RequestError(ErrorKind.TOO_LARGE, message, code="too_many_chunks"))
         return event
 
@@ -79,8 +86,8 @@ class LimitedConnection(h11.Connection):
         unread = self.trailing_data[0]
         empty = _EMPTY_LINES.match(unread)
         size = 0 if empty is None else empty.end()
-        if size > self._limits.header_bytes:
-            raise RefusedError(self._too_many("bytes", self._limits.header_bytes))
+        if size > HEADER_BYTES:
+            raise RefusedError(self._too_many("bytes", HEADER_BYTES))
         if unread and unread[size:] in (b"", b"\r"):
             return False
         self._receive_buffer.maybe_extract_at_most(size)
@@ -89,12 +96,12 @@ class LimitedConnection(h11.Connection):
     def _check_head(self, unread: bytes) -> None:
         end = _BLANK_LINE.search(unread)
         size = len(unread) if end is None else end.end()
-        if size > self._limits.header_bytes:
-            raise RefusedError(self._too_many("bytes", self._limits.header_bytes))
+        if size > HEADER_BYTES:
+            raise RefusedError(self._too_many("bytes", HEADER_BYTES))
         # The request line ends with one, too, and the blank line.
         lines = unread.count(b"\n", 0, size) - (1 if end is None else 2)
-        if lines > self._limits.header_lines:
-            raise RefusedError(self._too_many("lines", self._limits.header_lines))
+        if lines > HEADER_LINES:
+            raise RefusedError(self._too_many("lines", HEADER_LINES))
 
     def _too_many(self, unit: str, most: int) -> RequestError:
         message = f"the headers have more than {most} {unit}"
@@ -102,13 +109,12 @@ class LimitedConnection(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """One connection. `release` is called once the connection is lost."""
+    """One connection, closed after `keep_alive_seconds` without a request. `release` is called once it is lost."""
 
-    def __init__(self, config: Config, state: ServerState, limits: ConnectionLimits, release: Release) -> None:
+    def __init__(self, config: Config, state: ServerState, keep_alive_seconds: float, release: Release) -> None:
         super().__init__(config, state, {})
-        self.conn: LimitedConnection = LimitedConnection(limits)
-        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]  # call_later takes fractions
-        self._limits = limits
+        self.conn: LimitedConnection = LimitedConnection()
+        self.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]  # call_later takes fractions
         self._release = release
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -177,7 +183,7 @@ class HttpProtocol(H11Protocol):
     def _watch_taker(self) -> None:
         """Looks from time to time whether the client took some of what waits for it, until nothing waits."""
         if self._stall is None and self._untaken():
-            self._stall = self.loop.call_later(self._limits.write_seconds, self._end_stall, self._taken())
+            self._stall = self.loop.call_later(WRITE_SECONDS, self._end_stall, self._taken())
 
     def _end_stall(self, taken: tuple[int, int]) -> None:
         self._stall = None
@@ -208,14 +214,14 @@ class HttpProtocol(H11Protocol):
         awaited = self.cycle is None or self.conn.head_began
         awaited = awaited or (self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY)
         if awaited and self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits.header_seconds, self._end_waiting)
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._end_waiting)
         elif not awaited and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _end_waiting(self) -> None:
         if self.conn.head_began and not self._refused:
-            message = f"the headers did not arrive within {self._limits.header_seconds:g} s"
+            message = f"the headers did not arrive within {HEADER_SECONDS:g} s"
             self._refuse(RequestError(ErrorKind.SLOW_BODY, message, code="header_timeout"))
         else:
             self.transport.abort()

@@ -33,12 +33,10 @@ _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
 }
 
 
-def options_from_message(
-    request: pb.GenerateRequest, timeout_seconds: float | None, limits: Limits
-) -> GenerationOptions:
+def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
     """Raises RequestError."""
     given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
-    check_counts(given, limits)
+    check_counts(given)
     given |= {"logit_bias": dict(request.logit_bias)}
     structured = given.get("structured_outputs")
     structure = None if structured is None else _structure(structured)

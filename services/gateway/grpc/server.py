@@ -17,6 +17,7 @@ from spool.client.v1 import generation_pb2, generation_pb2_grpc
 from spool.services.backend.interface import BackendUnavailableError
 from spool.services.gateway.api_keys import ApiKeys
 from spool.services.gateway.completion import CompletionEngine
+from spool.services.gateway.connections.acceptor import HANDSHAKE_SECONDS
 from spool.services.gateway.grpc.call_start import key_guard
 from spool.services.gateway.grpc.service import GenerationService
 from spool.services.gateway.settings import ConnectionLimits
@@ -25,6 +26,10 @@ from spool.services.rpc.certificates import CertificateFiles, RenewedCertificate
 from spool.services.rpc.channel_options import SERVER_OPTIONS
 from spool.services.rpc.listening import bind
 
+STREAMS = 1024
+"""Calls at a time of one connection; its client waits with others."""
+METADATA_BYTES = 16 * 1024
+"""Of one call."""
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _RECEIVE_LIMIT = "grpc.max_receive_message_length"
@@ -84,11 +89,11 @@ class GrpcServer:
 def _connection_options(limits: ConnectionLimits) -> dict[str, int]:
     return {
         "grpc.max_allowed_incoming_connections": limits.grpc_total,
-        "grpc.max_concurrent_streams": limits.grpc_streams,
+        "grpc.max_concurrent_streams": STREAMS,
         # Between these two gRPC would refuse calls at random.
-        "grpc.max_metadata_size": limits.grpc_metadata_bytes,
-        "grpc.absolute_max_metadata_size": limits.grpc_metadata_bytes,
-        "grpc.server_handshake_timeout_ms": round(limits.header_seconds * 1000),
+        "grpc.max_metadata_size": METADATA_BYTES,
+        "grpc.absolute_max_metadata_size": METADATA_BYTES,
+        "grpc.server_handshake_timeout_ms": round(HANDSHAKE_SECONDS * 1000),
         # Clients connect again for their next call.
         "grpc.max_connection_idle_ms": round(limits.keep_alive_seconds * 1000),
         "grpc.max_connection_age_ms": round(limits.grpc_seconds * 1000),

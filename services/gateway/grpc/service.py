@@ -192,9 +192,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _start(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> Completion:
         left = context.time_remaining()
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
-        limits = self.engine.settings.limits
-        options = await self.engine.threads.run(options_from_message, request, timeout, limits)
-        prompt = await self.engine.threads.run(prompt_from_message, request, limits)
+        options = await self.engine.threads.run(options_from_message, request, timeout)
+        prompt = await self.engine.threads.run(prompt_from_message, request, self.engine.settings.limits)
         return await self.engine.start(request.model, [prompt], options)
 
 

@@ -35,8 +35,8 @@ def create_app(engine: CompletionEngine) -> ASGIApp:
     app.include_router(dashboard_router(engine.backend))
     install_error_handlers(app, metrics)
     # A request passes the middleware that was added last first.
-    held_bytes = settings.connections.held_body_bytes
-    app.add_middleware(BodyReader, limits=settings.limits, held_bytes=held_bytes, metrics=metrics)
+    body_bytes, held_bytes = settings.limits.body_bytes, settings.connections.held_body_bytes
+    app.add_middleware(BodyReader, body_bytes=body_bytes, held_bytes=held_bytes, metrics=metrics)
     api_keys = ApiKeys(settings.api_keys, settings.named_keys, settings.metrics_keys)
     app.add_middleware(KeyGate, keys=api_keys, metrics=metrics, known_hosts=settings.known_hosts)
     # The framework answers unexpected errors outside the middleware that it adds.

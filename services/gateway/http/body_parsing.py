@@ -11,12 +11,16 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from spool.services.gateway.answers.tools import MOST_TOOLS
 from spool.services.gateway.completion import CompletionEngine
 from spool.services.gateway.errors import invalid
 from spool.services.gateway.http.openai_errors import validation_error
 from spool.services.gateway.options import check_counts, check_length
 from spool.services.gateway.settings import Limits
 from spool.services.text.bounded_json import check_size, read_json
+
+# Of a message: of its content, and calls of functions in it.
+_MOST_PARTS = 1024
 
 
 def parsing_route(engine: CompletionEngine) -> type[APIRoute]:
@@ -71,8 +75,8 @@ def parsed(body: bytes, adapter: TypeAdapter[Any], limits: Limits) -> Any:
 
 def _check_lengths(body: Mapping[str, Any], limits: Limits) -> None:
     """Raises RequestError for a list whose entries each cost something. Token ids are checked by the model's limit."""
-    check_counts(body, limits)
-    for name, most in (("tools", limits.tools), ("messages", limits.messages)):
+    check_counts(body)
+    for name, most in (("tools", MOST_TOOLS), ("messages", limits.messages)):
         check_length(name, body.get(name), most)
     prompts = body.get("prompt")
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
@@ -81,7 +85,7 @@ def _check_lengths(body: Mapping[str, Any], limits: Limits) -> None:
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             for name in ("content", "tool_calls"):
-                check_length(f"messages.{index}.{name}", message.get(name), limits.message_parts)
+                check_length(f"messages.{index}.{name}", message.get(name), _MOST_PARTS)
             arguments += _arguments(message.get("tool_calls"))
     try:
         check_size(arguments)

@@ -20,7 +20,6 @@ from spool.services.gateway.http.openai_errors import error_response
 from spool.services.gateway.http.service_routes import BALANCED_PATH
 from spool.services.gateway.metrics import GatewayMetrics
 from spool.services.gateway.options import shown
-from spool.services.gateway.settings import Limits
 from spool.services.observability.logs import shortened
 from spool.services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key, noted_figures
 
@@ -38,6 +37,9 @@ _ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", ch
 # Characters in log lines: clients choose them.
 _LONGEST_METHOD, _LONGEST_PATH = 16, 200
 _SHOWN_HOST = 80
+
+BODY_SECONDS = 30.0
+"""In which a client must send a body."""
 
 # Closing the connection while a client still sends resets it, and the client never sees the answer.
 _DISCARDED_BYTES = 64 * 1024 * 1024
@@ -158,15 +160,15 @@ class _ClientGoneError(Exception):
 
 
 class BodyReader:
-    """Reads the whole body, within its limits, before the application sees the request.
+    """Reads the whole body, of `body_bytes` at most, before the application sees the request.
 
     Where all bodies together hold more than `held_bytes`, only small ones are read. Cancels the application when the
     client goes away, whether a response has begun or not.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, held_bytes: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, body_bytes: int, held_bytes: int, metrics: GatewayMetrics) -> None:
         self._app = app
-        self._limits = limits
+        self._body_bytes = body_bytes
         self._most_held = held_bytes
         self._held = 0
         self._metrics = metrics
@@ -192,14 +194,14 @@ class BodyReader:
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         """What is returned counts as held. Raises RequestError for a body that is refused, _ClientGoneError if the
         client goes away."""
-        limit = self._limits.body_bytes
+        limit = self._body_bytes
         length = headers.get("content-length", "")
         if headers.get("expect") and length.isascii() and length.isdigit() and int(length[:20]) > limit:
             # The client waits for an answer before it sends the body.
             raise _too_large(f"{length[:20]} bytes", limit)
         body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 size, more = await self._read_into(body, receive)
             if size > limit:
                 raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
@@ -211,7 +213,7 @@ class BodyReader:
         except BaseException as error:
             self._held -= len(body)
             if isinstance(error, TimeoutError):
-                message = f"the body did not arrive within {self._limits.body_seconds:g} s"
+                message = f"the body did not arrive within {BODY_SECONDS:g} s"
                 raise RequestError(ErrorKind.SLOW_BODY, message, code="body_timeout") from error
             raise
 
@@ -225,7 +227,7 @@ class BodyReader:
             chunk = message.get("body", b"")
             size += len(chunk)
             more = message.get("more_body", False)
-            if size > self._limits.body_bytes:
+            if size > self._body_bytes:
                 self._held -= len(body)
                 body.clear()
                 continue

@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 from spool.services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
 
 _TEMPLATE_NAMES = {
-    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("control_tokens", "strftime_now"),
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now")
 }
 
 # Whether a token is in the vocabulary is checked where the vocabulary is known.

@@ -141,7 +141,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def make(release: Release) -> HttpProtocol:
-            return HttpProtocol(self.config, self.server_state, self._limits, release)
+            return HttpProtocol(self.config, self.server_state, self._limits.keep_alive_seconds, release)
 
         refusal = closing_answer(error_response(_FULL))
         self.servers = []

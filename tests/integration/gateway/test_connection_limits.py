@@ -23,7 +23,10 @@ from pydantic import SecretStr
 
 from spool.client.v1 import generation_pb2 as pb
 from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
-from spool.services.gateway.settings import ConnectionLimits, GatewaySettings, Limits, TlsFiles
+from spool.services.gateway.connections import acceptor, http_protocol
+from spool.services.gateway.grpc import server
+from spool.services.gateway.http import middleware
+from spool.services.gateway.settings import ConnectionLimits, GatewaySettings, TlsFiles
 from tests.integration.gateway.expected import TIMEOUT
 from tests.support.certificates import issue
 from tests.support.gateway import Gateways, Served
@@ -32,7 +35,6 @@ from tests.support.waiting import LONG, wait_until
 BODY = b'{"prompt": "a", "max_tokens": 2}'
 TOKENS = 16
 SOON = 0.3
-LIMITS = ConnectionLimits()
 
 
 @contextmanager
@@ -119,8 +121,8 @@ def of_lines(lines: int) -> bytes:
 @pytest.mark.parametrize(
     ("most", "beyond"),
     [
-        (of_size(LIMITS.header_bytes), of_size(LIMITS.header_bytes + 1)),
-        (of_lines(LIMITS.header_lines), of_lines(LIMITS.header_lines + 1)),
+        (of_size(http_protocol.HEADER_BYTES), of_size(http_protocol.HEADER_BYTES + 1)),
+        (of_lines(http_protocol.HEADER_LINES), of_lines(http_protocol.HEADER_LINES + 1)),
     ],
     ids=["bytes", "lines"],
 )
@@ -155,18 +157,17 @@ def test_what_has_no_end_is_refused(slow: Gateways, first: bytes, again: bytes) 
         assert sent < 20 * 2**20
 
 
-def test_a_body_has_as_many_chunks_as_the_limit_says(gateways: Gateways) -> None:
-    settings = GatewaySettings(connections=ConnectionLimits(body_chunks=len(BODY)))
+def test_a_body_has_as_many_chunks_as_the_limit_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_CHUNKS", len(BODY))
     head = request(
         "content-type: application/json", "transfer-encoding: chunked", path="/v1/completions", method="POST"
     )
-    with gateways.serve(settings) as served:
-        for body, expected in ((BODY, 200), (BODY + b" ", 413)):
-            with connected(served) as connection:
-                connection.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\na: b\r\n\r\n")
-                status, _, text = answer(connection)
-                assert status == expected
-                assert status == 200 or code(text) == "too_many_chunks"
+    for body, expected in ((BODY, 200), (BODY + b" ", 413)):
+        with connected(served) as connection:
+            connection.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\na: b\r\n\r\n")
+            status, _, text = answer(connection)
+            assert status == expected
+            assert status == 200 or code(text) == "too_many_chunks"
 
 
 @pytest.mark.parametrize(
@@ -178,15 +179,21 @@ def test_a_body_has_as_many_chunks_as_the_limit_says(gateways: Gateways) -> None
     ],
     ids=["silent", "headers", "body"],
 )
-def test_a_request_that_does_not_come_is_not_waited_for(slow: Gateways, sent: bytes, status: int) -> None:
-    settings = GatewaySettings(connections=ConnectionLimits(header_seconds=SOON), limits=Limits(body_seconds=SOON))
-    with slow.serve(settings) as served, streaming(served.url), connected(served) as connection:
+def test_a_request_that_does_not_come_is_not_waited_for(
+    slow: Gateways, monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", SOON)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", SOON)
+    with attacked(slow) as served, connected(served) as connection:
         connection.sendall(sent)
         assert answer(connection)[0] == status
 
 
-def test_the_rest_of_a_body_that_is_answered_already_is_not_read_for_ever(gateways: Gateways) -> None:
-    settings = GatewaySettings(api_keys=(SecretStr("key"),), connections=ConnectionLimits(header_seconds=SOON))
+def test_the_rest_of_a_body_that_is_answered_already_is_not_read_for_ever(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", SOON)
+    settings = GatewaySettings(api_keys=(SecretStr("key"),))
     with gateways.serve(settings) as served, connected(served) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
@@ -194,8 +201,9 @@ def test_the_rest_of_a_body_that_is_answered_already_is_not_read_for_ever(gatewa
         assert send_all(connection, (b" " for _ in range(1000) if not closed.wait(SOON / 30))) < 1000
 
 
-def test_headers_that_trickle_have_no_more_time(slow: Gateways) -> None:
-    with attacked(slow, header_seconds=SOON) as served, connected(served) as connection:
+def test_headers_that_trickle_have_no_more_time(slow: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", SOON)
+    with attacked(slow) as served, connected(served) as connection:
         head, closed = request(f"x: {'y' * 10_000}"), threading.Event()
         assert send_all(connection, (bytes([byte]) for byte in head if not closed.wait(SOON / 30))) < len(head)
 
@@ -230,7 +238,7 @@ def test_one_address_has_its_own_limit(gateways: Gateways) -> None:
 
 
 def test_connections_without_a_request_are_kept_for_longer_than_by_proxies_and_then_closed(gateways: Gateways) -> None:
-    assert LIMITS.keep_alive_seconds > 60
+    assert ConnectionLimits().keep_alive_seconds > 60
     with (
         gateways.serve(GatewaySettings(connections=ConnectionLimits(keep_alive_seconds=SOON))) as served,
         connected(served) as connection,
@@ -239,10 +247,13 @@ def test_connections_without_a_request_are_kept_for_longer_than_by_proxies_and_t
         assert answer(connection)[0] == 200
 
 
-def test_a_tls_handshake_that_does_not_come_is_not_waited_for(gateways: Gateways, tmp_path: Path) -> None:
+def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
+    gateways: Gateways, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", SOON)
     issued = issue(tmp_path, "127.0.0.1")
     tls = TlsFiles(certificate=Path(issued.certificate_file), key=Path(issued.key_file))
-    settings = GatewaySettings(connections=ConnectionLimits(header_seconds=SOON, total=1))
+    settings = GatewaySettings(connections=ConnectionLimits(total=1))
     context = ssl.create_default_context(cafile=issued.ca_file)
     with gateways.serve(settings, tls=tls) as served:
         with connected(served) as silent, connected(served) as beyond:
@@ -255,8 +266,9 @@ def test_a_tls_handshake_that_does_not_come_is_not_waited_for(gateways: Gateways
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(
-    gateways: Gateways, tmp_path: Path, encrypted: bool
+    gateways: Gateways, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
+    monkeypatch.setattr(http_protocol, "WRITE_SECONDS", SOON)
     issued = issue(tmp_path, "127.0.0.1")
     context = ssl.create_default_context(cafile=issued.ca_file)
     tls = TlsFiles(certificate=Path(issued.certificate_file), key=Path(issued.key_file)) if encrypted else None
@@ -273,15 +285,18 @@ def test_a_client_that_takes_nothing_of_its_answers_loses_its_place(
         except OSError:  # of a handshake
             return 0
 
-    limits = ConnectionLimits(write_seconds=SOON, total=1)
+    limits = ConnectionLimits(total=1)
     with gateways.serve(GatewaySettings(connections=limits), tls=tls) as served, opened() as connection:
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500)
         wait_until(lambda: status() == 200, "a free place")
 
 
-def test_a_client_that_takes_some_of_its_answer_keeps_its_place(gateways: Gateways) -> None:
+def test_a_client_that_takes_some_of_its_answer_keeps_its_place(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "WRITE_SECONDS", 1.0)
     asked, part, waiting = 300, 64 * 1024, threading.Event()
-    limits = ConnectionLimits(write_seconds=1, keep_alive_seconds=1)
+    limits = ConnectionLimits(keep_alive_seconds=1)
     with gateways.serve(GatewaySettings(connections=limits)) as served, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, part)
         connection.settimeout(TIMEOUT)
@@ -337,7 +352,7 @@ def test_empty_lines_before_a_request_are_skipped(served: Served) -> None:
         connection.sendall(b"\r\n" + request())
         assert answer(connection)[0] == 200
     with connected(served) as connection:
-        send_all(connection, (b"\r\n" * 2**12 for _ in range(LIMITS.header_bytes // 2**12)))
+        send_all(connection, (b"\r\n" * 2**12 for _ in range(http_protocol.HEADER_BYTES // 2**12)))
         assert answer(connection)[0] == 431
 
 
@@ -425,15 +440,18 @@ def checked(channel: grpc.Channel, **call: Any) -> grpc.StatusCode:
 
 
 def test_a_call_has_as_many_bytes_of_metadata_as_the_limit_says(slow: Gateways) -> None:
-    most, own = LIMITS.grpc_metadata_bytes, 1024  # calls have some without being asked to
+    most, own = server.METADATA_BYTES, 1024  # calls have some without being asked to
     with attacked(slow) as served, channel_to(served) as channel:
         assert checked(channel, metadata=[("x", "y" * (most - own))]) is grpc.StatusCode.OK
         for beyond in (most, 60 * 2**20):
             assert checked(channel, metadata=[("x", "y" * beyond)]) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_grpc_connections_beyond_the_limit_are_closed_and_others_go_on(gateways: Gateways) -> None:
-    limits = ConnectionLimits(grpc_total=2, header_seconds=SOON)
+def test_grpc_connections_beyond_the_limit_are_closed_and_others_go_on(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", SOON)
+    limits = ConnectionLimits(grpc_total=2)
     with gateways.serve(GatewaySettings(connections=limits)) as served, channel_to(served) as first:
         host, _, port = served.address.rpartition(":")
         assert checked(first) is grpc.StatusCode.OK
@@ -447,9 +465,9 @@ def test_grpc_connections_beyond_the_limit_are_closed_and_others_go_on(gateways:
             wait_until(lambda: checked(channel) is grpc.StatusCode.OK, "a free place")
 
 
-def test_calls_of_a_connection_beyond_the_limit_wait(slow: Gateways) -> None:
-    limits = GatewaySettings(connections=ConnectionLimits(grpc_streams=1))
-    with slow.serve(limits) as served, channel_to(served) as channel, channel_to(served) as other:
+def test_calls_of_a_connection_beyond_the_limit_wait(slow: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAMS", 1)
+    with slow.serve() as served, channel_to(served) as channel, channel_to(served) as other:
         stream = GenerationServiceStub(channel).GenerateStream(pb.GenerateRequest(text="once", ignore_eos=True))
         next(stream)
         assert checked(channel, timeout=SOON) is grpc.StatusCode.DEADLINE_EXCEEDED

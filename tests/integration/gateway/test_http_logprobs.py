@@ -12,7 +12,6 @@ import pytest
 from spool.client.v1 import generation_pb2 as pb
 from spool.client.v1 import generation_pb2_grpc
 from spool.scheduler.messages import TokenLogprobs
-from spool.services.gateway.settings import GatewaySettings, Limits
 from spool.services.gateway.token_strings import TokenStrings
 from tests.integration.gateway.expected import (
     CHAT,
@@ -135,10 +134,11 @@ def test_prompt_logprobs_in_the_form_of_vllm(gateways: Gateways, http: httpx.Cli
     assert "prompt_logprobs" not in http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2}).json()
 
 
-def test_the_log_probabilities_of_a_prompt_are_bounded(gateways: Gateways) -> None:
+def test_the_log_probabilities_of_a_prompt_are_bounded(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its tokens counts, and the likeliest ones beside each."""
     prompt = list(range(20, 24))
-    with gateways.serve(GatewaySettings(limits=Limits(prompt_logprobs=12))) as served:
+    monkeypatch.setattr("spool.services.gateway.prompts.MOST_PROMPT_LOGPROBS", 12)
+    with gateways.serve() as served:
         with httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
             assert completion(http, prompt=prompt, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
             assert completion(http, prompt=prompt * 3, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]

@@ -29,7 +29,7 @@ from spool.engine.cpu.isa import AUTO, chosen_isa
 from tests.support.changed_workers import POISON, dying_of_poison
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import PACED, PlainDecoder, oracle, served_on
+from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle, served_on
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 
@@ -41,8 +41,6 @@ STREAMS = 16
 WORKERS = {"draft": 2, "target": 2}
 # While a new scheduler has no workers yet, every stream waits in the queue, and none may be refused for that.
 QUEUE = STREAMS + 8
-# Not a share of this machine's memory, which other tests use too.
-PAGES = {"kv_pages": 512}
 SECONDS = 300.0
 FORM = "([a-z]{2,4} [0-9]{1,3}[;,] ){60}"
 LINE_END = 95
@@ -65,7 +63,7 @@ def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
     """What every request must get. Half of the first ask for drafts, whatever `auto` thinks of what these models cost,
     and all that are structured, by a grammar that is not complete before their end."""
     structured = [Case("Fill this in: ", 100 + n, 0.8, 200, regex=FORM, stop_token_ids=(LINE_END,)) for n in range(4)]
-    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(6, max_tokens=200), *structured])
+    answers = oracle(PlainDecoder(pair[0], "bfloat16"), [*cases(6, max_tokens=200), *structured])
     assert all(re.match("[a-z]{2,4} [0-9]{1,3}[;,] ", answers[case].text) for case in structured)
     return {
         replace(case, draft_length=4 if case.regex or case.seed // 2 % 2 else None): answer
@@ -103,7 +101,7 @@ def served(
     two = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL},
-        "engine": PAGES,
+        "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": STREAMS, "max_queued_sequences": QUEUE},
         "groups": {
             "draft": two | PACED | {"resources": {"small_gpu": 1}},

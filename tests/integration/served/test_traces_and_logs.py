@@ -229,7 +229,7 @@ def test_lines_name_their_trace_and_spans_their_request(observed: Observed) -> N
 
 @pytest.mark.parametrize("spans", [1, 3])
 def test_spans_on_standard_error_are_a_line_each(capsys: pytest.CaptureFixture[str], spans: int) -> None:
-    provider = tracer_provider(CONSOLE, "spool", 1.0)
+    provider = tracer_provider(CONSOLE, 1.0)
     for number in range(spans):
         provider.get_tracer("tests").start_span(f"span {number}").end()
     provider.shutdown()

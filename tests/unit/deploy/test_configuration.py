@@ -45,7 +45,7 @@ models:
   targt: x
   exact: 3
 scheduling:
-  prefill_chunk: 0
+  draft_length: -1
   policy: fast
 groups:
   target:
@@ -61,7 +61,7 @@ internal:
         [
             "models.targt is no field of Spool; did you mean models.target?",
             "models.exact is 3, must be a valid boolean, unable to interpret input",
-            "scheduling.prefill_chunk is 0, must be greater than or equal to 1",
+            "scheduling.draft_length is -1, must be greater than or equal to 0",
             "scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
             "groups.target.replicas is 0, must be greater than or equal to 1",
             "groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
@@ -158,7 +158,7 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
         ("groups: {draft: {num_gpus: 2}}", "groups.draft.num_gpus is "),
         ("models: {device: cpu}\ngroups: {target: {num_gpus: 1}}", "must be 0 or unset where"),
         ("models: {device: cuda}\ngroups: {target: {num_gpus: 0}}", "must be above 0 where"),
-        ("models: {draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_pages: 9}}", "needs a kv_memory for"),
+        ("models: {draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_memory: 1GiB}}", "needs a kv_memory for"),
     ],
 )
 def test_gpus_are_neither_shared_nor_reserved_by_accident(file: Path, content: str, message: str) -> None:
@@ -213,8 +213,8 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
         None,
         [
             "scheduling={batch_size: 2, max_running: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
-            "groups.target={kv_pages: 7, threads: 3}",
-            "engine={page_size: 8, kv_memory: 3MiB, prefix_cache: false}",
+            "groups.target={kv_memory: 7MiB, threads: 3}",
+            "engine={kv_memory: 3MiB, prefix_cache: false}",
             "models={quantization: int4}",
         ],
     )
@@ -222,7 +222,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert config.scheduling.scheduler_config(drafting=True) == expected
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
-    assert (target.kv_pages, target.kv_memory_bytes, target.threads, target.page_size) == (7, None, 3, 8)
+    assert (target.kv_memory_bytes, target.threads) == (7 << 20, 3)
     draft = config.engine_settings(Role.DRAFT, "cpu", 1)
     assert target.quantization == draft.quantization == "int4"
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
@@ -280,14 +280,13 @@ def test_drafts_inside_targets_have_no_workers(file: Path, content: str, expecte
 
 
 def test_fields_without_effect_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("scheduling: {draft_batch_size: 3}")
+    file.write_text("models: {draft: ngram}\ngroups: {draft: {replicas: 2, autoscaling: {}}}")
     for words in (["config", "show", str(file)], ["config", "render", str(file)]):
         assert cli.run(words) == 0
         assert capsys.readouterr().err.splitlines() == [
-            "spool: warning: scheduling.draft_batch_size has no effect any more: leave it out"
+            f"spool: warning: groups.draft.{field} has no effect any more: leave it out"
+            for field in ("replicas", "autoscaling")
         ]
-    assert load_configuration(file).scheduler_config() == SpoolConfig().scheduler_config()
-    file.write_text("models: {draft: ngram}\ngroups: {draft: {replicas: 2, autoscaling: {}}}")
     assert load_configuration(file).without_effect() == ["groups.draft.replicas", "groups.draft.autoscaling"]
     assert load_configuration(file, ["models.draft=demo"]).without_effect() == []
 
@@ -311,11 +310,11 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert cli.run(["config", *words]) == 0
         return capsys.readouterr().out
 
-    file.write_text("engine: {page_size: 0}")
+    file.write_text("scheduling: {draft_length: -1}")
     assert cli.run(["config", "show", str(file), "--set", "models.exact=maybe"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "spool: --set models.exact=maybe: models.exact is 'maybe', must be a valid boolean, unable to interpret input",
-        f"spool: {file}: engine.page_size is 0, must be greater than or equal to 1",
+        f"spool: {file}: scheduling.draft_length is -1, must be greater than or equal to 0",
     ]
     file.write_text("models: {target: x}\nauth: {api_keys: [a-secret-key]}\n")
     shown = printed("show", str(file), "--set", "engine.kv_memory=2GiB")

@@ -56,7 +56,7 @@ def test_a_pair_on_one_device_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> 
     for placed in ("replicas=2", "num_gpus=0", "num_cpus=1", "resources={a: 1}", "autoscaling.max_replicas=2"):
         assert "draft-0" in devices(monkeypatch, 0, f"groups.draft.{placed}")
     # Of a draft inside, too, these say how much it takes.
-    for other in ("threads=2", "kv_pages=9", "kv_memory=1MiB"):
+    for other in ("threads=2", "kv_memory=1MiB"):
         assert "draft-0" not in devices(monkeypatch, 0, f"groups.draft.{other}")
     # A draft model does not run beside a part of a target.
     assert "draft-0" in devices(monkeypatch, 0, "engine.tensor_parallel_size=2")

@@ -25,7 +25,6 @@ from spool.deploy.cluster.local_ray import LocalRay
 from spool.deploy.cluster.served_state import Served, StateFolder
 from spool.deploy.config.ingress import InternalSettings
 from spool.deploy.config.loading import configuration_from, load_configuration
-from spool.deploy.config.spool_config import RaySettings
 from spool.deploy.errors import RunError, UsageError
 from spool.deploy.ray_app.application import settled
 from spool.deploy.ray_app.gpus import gpus_per_replica, on_gpus_of_ray
@@ -360,7 +359,7 @@ def test_the_folder_of_ray_is_closed_to_others(
 
     def start() -> None:
         with pytest.raises(ZeroDivisionError):
-            LocalRay("spool", RaySettings(), state)
+            LocalRay("spool", state)
 
     try:
         start()
@@ -377,16 +376,16 @@ def test_the_folder_of_ray_is_closed_to_others(
             own.rename(other)
             own.symlink_to(other)
             with pytest.raises(RunError, match=rf"{own} cannot be made a folder: .*\$TMPDIR names another"):
-                LocalRay("spool", RaySettings(), state)
+                LocalRay("spool", state)
             own.unlink()
             own.write_text("")
             with pytest.raises(RunError, match=rf"{own} cannot be made a folder"):
-                LocalRay("spool", RaySettings(), state)
+                LocalRay("spool", state)
             own.unlink()
             own.mkdir()
         if os.getuid() == 0:
             os.chown(above, 12345, -1)
             with pytest.raises(RunError, match=rf"{above} belongs to user 12345, must belong to user 0"):
-                LocalRay("spool", RaySettings(), state)
+                LocalRay("spool", state)
     finally:
         shutil.rmtree(scratch)

@@ -36,14 +36,19 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         thread.join(LONG)
 
 
-def test_a_collector_gets_what_was_traced(collector: tuple[str, list[ExportTraceServiceRequest]]) -> None:
+@pytest.mark.parametrize("name", ["spool", "my-spool"])
+def test_a_collector_gets_what_was_traced(
+    collector: tuple[str, list[ExportTraceServiceRequest]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     url, received = collector
-    provider = tracer_provider(url, "my-spool", 1.0)
+    if name != "spool":
+        monkeypatch.setenv("OTEL_SERVICE_NAME", name)
+    provider = tracer_provider(url, 1.0)
     end_span(begin_request_span(provider.get_tracer("spool"), "", "mine"), {"spool.completion_tokens": 5})
     provider.shutdown()
     (resource,) = [one for request in received for one in request.resource_spans]
     names = {one.key: one.value.string_value for one in resource.resource.attributes}
-    assert names["service.name"] == "my-spool"
+    assert names["service.name"] == name
     ((span,),) = [one.spans for one in resource.scope_spans]
     assert span.name == "request"
     values = {one.key: one.value for one in span.attributes}

@@ -176,7 +176,8 @@ def test_the_tokens_of_all_files_are_those_of_transformers(folder: Path, files: 
     write(folder, "chat_template.jinja", SPOKEN)
     messages = [{"role": "user", "content": "the <x></s><s> <start> <more><y>"}]
     ids = theirs.apply_chat_template(messages, return_dict=False)
-    assert ModelTokenizer(folder).encode_chat(messages, control_tokens=True) == ids
+    spoken = ModelTokenizer(folder)
+    assert spoken.encode(spoken.render_chat(messages), add_special_tokens=False) == ids
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert ours.vocabulary_digest == vocabulary_digest(theirs.get_vocab())
     assert ours.stop_token_ids == {theirs.eos_token_id}
@@ -254,13 +255,16 @@ def test_special_tokens_in_messages_are_text(
         own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     expected = [[start, *own.encode(text).ids, end] for text in texts]
     assert tokenizer.encode_chat(messages) == [token for tokens in expected for token in tokens]
-    assert tokenizer.encode_chat(messages, control_tokens=True) != tokenizer.encode_chat(messages)
+    assert tokenizer.encode_chat(messages) != tokenizer.encode(
+        tokenizer.render_chat(messages), add_special_tokens=False
+    )
 
 
 @given(text=st.text(alphabet="a <>\n/stare"))
 def test_prompts_without_special_tokens_are_as_ever(text: str, tokenizer: ModelTokenizer) -> None:
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-    assert tokenizer.encode_chat(messages) == tokenizer.encode_chat(messages, control_tokens=True)
+    rendered = tokenizer.render_chat(messages)
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def test_named_templates_and_none(folder: Path) -> None:
