@@ -81,7 +81,7 @@ class ModelsSection(Section):
     chat_template: Annotated[NodeFile | None, typer.Option(parser=Path, metavar="FILE")] = described(
         None, "File with a chat template, Jinja, in place of the target's own; on every node of a gateway."
     )
-    exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
+    exact: bool = described(True, "Logits are bit-equal whatever the batch.")
     ignore_tensors: tuple[str, ...] = described(
         (),
         "Tensors of the models' files, and keys of GGUF files, that may be left out although nothing says that they "
