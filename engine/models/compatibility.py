@@ -24,7 +24,8 @@ from spool.engine.passes.runner import ModelRunner
 from spool.engine.quantization.checkpoints import check_quantization
 
 # Its layers are Qwen2's, and transformers does not know the type.
-CONFIG_MAPPING.register("mimo", Qwen2Config, exist_ok=True)
+_MIMO = "mimo"
+CONFIG_MAPPING.register(_MIMO, Qwen2Config, exist_ok=True)
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -41,7 +42,7 @@ def check_config(config: PreTrainedConfig) -> None:
     family = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{family} has an encoder, only decoders are supported")
-    if family not in PAGED_FAMILIES | SOLO_FAMILIES:
+    if family not in PAGED_FAMILIES | SOLO_FAMILIES | {_MIMO}:
         raise UnsupportedModelError(
             f"model_type is {family!r}, must be one of those that docs/models.md lists: these are known to be "
             "computed right, and the page says how another is added"

@@ -39,7 +39,7 @@ SOME_TOKENS = list(range(0, VOCABULARY, 3))
 
 def load(source: Path | PreTrainedModel, chained: bool = False, **changes: object) -> DraftEngine:
     """`chained`: as on a GPU, it reads proposals once all of their tokens are chosen."""
-    fields = {"dtype": "float32", "threads": 1, "page_size": 4, "kv_pages": 200, "max_num_batched_tokens": 64} | changes
+    fields = {"dtype": "float32", "threads": 1, "page_size": 16, "kv_pages": 50, "max_num_batched_tokens": 64} | changes
     settings = EngineSettings("draft" if isinstance(source, PreTrainedModel) else str(source), **fields)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "DraftEngine", lambda *given: DraftEngine(*given[:-1], chained))
@@ -173,9 +173,7 @@ def test_a_smaller_vocabulary_proposes_of_its_tokens(models: Path, own: list[int
     ]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"page_size": 16, "quantization": "int8"}, {"page_size": 16, "quantization": "int4"}]
-)
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int8"}, {"quantization": "int4"}])
 def test_tokens_under_other_ids_are_accepted_as_often(models: Path, changes: dict[str, str]) -> None:
     settings = EngineSettings(str(models / "target"), "float32", threads=1, kv_pages=100, max_num_batched_tokens=64)
     target = load_target_engine(settings, lambda *_: None)
@@ -359,7 +357,7 @@ def test_a_step_that_is_interrupted_proposes_less(chained: bool, folder: Path) -
 @chained_or_not
 @pytest.mark.parametrize("pages", [3, 5, 8])
 def test_without_pages_rows_propose_less(pages: int, chained: bool, folder: Path) -> None:
-    histories = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [2] * 9]
+    histories = [[1, 2, 3] * 5, [4, 5, 6, 7, 8] * 6, [9] * 16, [2] * 47]
     lengths = [9, 2, 5, 4]
     engine, tables = load(folder, chained, kv_pages=pages), [PageTable() for _ in histories]
     rows = [row(table, history, length) for table, history, length in zip(tables, histories, lengths, strict=True)]

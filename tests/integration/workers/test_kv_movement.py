@@ -202,7 +202,7 @@ def load(folder: Path, **settings: object) -> Loaded:
 
 
 def _load(folder: Path, settings: dict[str, object]) -> StepExecutor:
-    defaults = {"dtype": "float32", "threads": 1, "page_size": 8, "kv_pages": 400, "max_num_batched_tokens": 64}
+    defaults = {"dtype": "float32", "threads": 1, "page_size": 16, "kv_pages": 200, "max_num_batched_tokens": 64}
     engine = load_target_engine(EngineSettings(str(folder), **(defaults | settings)), lambda *_: None)  # type: ignore[arg-type]
     return StepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
 
