@@ -114,8 +114,10 @@ class Suspicion:
 class SequenceRequest:
     """One prompt to continue.
 
-    `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
-    delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
+    `sequence_id` is unique for the life of the core. `max_tokens` is at least 1 and counts a stop token. `draft_length`
+    None leaves the choice to the core, 0 turns speculation off. `logits_digests` asks for a digest of the logits that
+    each token is sampled from. `committed_output` holds tokens of the output that were already delivered (resubmission
+    after a scheduler's death): they count towards `max_tokens` and are not emitted again.
     `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
     A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue or for the limits
     of its key.
@@ -128,7 +130,7 @@ class SequenceRequest:
     `key` tells the requests of one API key from those of others ("": no key); one that is configured has a class of its
     own. `priority` orders the key's requests among each other: as in vLLM, a lower value is handled earlier.
 
-    Only sequences of the same `cache_scope` take over each other's KV.
+    Only sequences of the same `cache_scope`, empty or 32 bytes, take over each other's KV.
 
     What follows of an `expected_output` is proposed in each round, instead of what a draft would propose; the output is
     the same without it.

@@ -8,11 +8,12 @@ from typing import Literal
 
 from spool.scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from spool.services.backend.interface import GenerationRequest
-from spool.services.backend.sequence_stream import SequenceFailedError, SequenceStream
+from spool.services.backend.sequence_stream import SequenceFailedError
 from spool.services.gateway.answers.reasoning import Reasoning, ThoughtFinder
 from spool.services.gateway.metrics import SequenceMeter
 from spool.services.gateway.options import GenerationOptions
 from spool.services.gateway.stop_strings import StopStringCutter
+from spool.services.scheduler_client.remote_stream import RemoteStream
 from spool.services.text.incremental_decoder import IncrementalDecoder
 
 EndReason = Literal["stop", "length"]
@@ -66,7 +67,7 @@ class Choice:
         self,
         index: int,
         request: GenerationRequest,
-        stream: SequenceStream,
+        stream: RemoteStream,
         decoder: IncrementalDecoder,
         meter: SequenceMeter,
         options: GenerationOptions,
@@ -118,9 +119,14 @@ class Choice:
         """Seconds of waiting with the scheduler, of the prompt, and of the output from its first tokens on."""
         return self._meter.phases(self._stream.queue_seconds)
 
+    async def admitted(self) -> None:
+        """Waits until the scheduler has taken the sequence in. Raises why it has not."""
+        await self._stream
+        self._meter.admitted()
+
     def cancel(self) -> None:
         """Frees the sequence; has no effect after the sequence's end."""
-        if self.finish_reason is None:
+        if self.finish_reason is None and self._stream.refusal is None:
             self._stream.cancel()
             self._meter.aborted()
 

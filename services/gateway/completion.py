@@ -202,6 +202,8 @@ class _Plan:
     """What a request asks for, as far as the tokenizer and the chat's template tell."""
 
     prompts: list[PreparedPrompt]
+    decoders: list[IncrementalDecoder]
+    """One for each choice of each prompt."""
     sampling: SamplingParameters
     form: AnswerForm
     structure: Structure | None
@@ -333,9 +335,13 @@ class CompletionEngine:
         if options.min_tokens:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
+        seconds_left = deadline - time.perf_counter()
+        if seconds_left <= 0:
+            raise DeadlineExceededError("the request was not admitted before its deadline")
         common = GenerationRequest(
             prompt=(),
             max_tokens=0,
+            deadline_seconds=seconds_left,
             stop_token_ids=self._stop_token_ids(options),
             draft_length=options.draft_length,
             top_logprobs=options.top_logprobs,
@@ -350,11 +356,18 @@ class CompletionEngine:
         seed = sampling.seed if options.seed is None else options.seed
         completion = Completion(name, info, prepared, options.n, seed, form, ended, self.receipt_key)
         try:
-            for one, max_tokens in zip(prepared, budgets, strict=True):
-                for number in range(options.n):
-                    seeded = with_seed_of(sampling, number)
-                    request = replace(common, prompt=one.tokens, max_tokens=max_tokens, sampling=seeded)
-                    await self._add_choice(completion, one, request, options, deadline)
+            for index, decoder in enumerate(plan.decoders):
+                place, number = divmod(index, options.n)
+                one, most, seeded = prepared[place], budgets[place], with_seed_of(sampling, number)
+                request = replace(common, prompt=one.tokens, max_tokens=most, sampling=seeded)
+                meter = self.metrics.sequence(request_began(), len(one.tokens))
+                # Log probabilities of the prompt come with a token of output.
+                stream = self.backend.submit(replace(request, max_tokens=max(most, 1)))
+                about = (options, one.text or "", form.reasoning)
+                completion.choices.append(Choice(index, request, stream, decoder, meter, *about))
+            # All at once: one after the other, each would wait for the scheduler's answer to the one before.
+            for choice in completion.choices:
+                await choice.admitted()
         except BaseException:
             completion.cancel()
             raise
@@ -374,42 +387,12 @@ class CompletionEngine:
             raise RequestError(ErrorKind.INVALID, message, param="n")
         prepared = prepare_prompts(prompts, self.tokenizer, info, self.settings, options)
         form = answer_form(options, prepared[0].reasoning, self.tokenizer, self.settings.tool_format)
-        return _Plan(prepared, sampling, form, answer_structure(options, form, self.tokenizer))
-
-    async def _add_choice(
-        self,
-        completion: Completion,
-        prompt: PreparedPrompt,
-        request: GenerationRequest,
-        options: GenerationOptions,
-        deadline: float,
-    ) -> None:
-        decoder = await self._decoder(prompt, completion.form, options)
-        seconds_left = deadline - time.perf_counter()
-        if seconds_left <= 0:
-            raise DeadlineExceededError("the request was not admitted before its deadline")
-        # Log probabilities of the prompt come with a token of output.
-        submitted = replace(request, max_tokens=max(request.max_tokens, 1), deadline_seconds=seconds_left)
-        meter = self.metrics.sequence(request_began(), len(prompt.tokens))
-        try:
-            stream = await self.backend.submit(submitted)
-        except asyncio.CancelledError:
-            meter.admitted()
-            meter.aborted()
-            raise
-        meter.admitted()
-        index, echo = len(completion.choices), prompt.text or ""
-        choice = Choice(index, request, stream, decoder, meter, options, echo, completion.form.reasoning)
-        completion.choices.append(choice)
-
-    async def _decoder(
-        self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions
-    ) -> IncrementalDecoder:
-        arguments = (prompt.tokens, options.skip_special_tokens, form.markers, prompt.begun)
-        if not form.markers:
-            return self.tokenizer.decoder(*arguments)
-        # The first one takes a while.
-        return await asyncio.to_thread(self.tokenizer.decoder, *arguments)
+        decoders = [
+            self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens, form.markers, prompt.begun)
+            for prompt in prepared
+            for _ in range(options.n)
+        ]
+        return _Plan(prepared, decoders, sampling, form, answer_structure(options, form, self.tokenizer))
 
     async def _grammar(self, structure: Structure, options: GenerationOptions, info: ServedModel) -> Grammar:
         """Raises RequestError."""

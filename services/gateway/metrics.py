@@ -136,10 +136,13 @@ class SequenceMeter:
         self._first: float | None = None
         self._last = arrived
         self._later_tokens = 0
+        self._admitted = False
         self._ended = False
 
     def admitted(self) -> None:
-        self._metrics.prompt.inc(self._prompt_tokens)
+        if not self._admitted:
+            self._admitted = True
+            self._metrics.prompt.inc(self._prompt_tokens)
 
     def round(self, tokens: int, drafted: int, accepted: int) -> None:
         now = time.perf_counter()
@@ -167,7 +170,8 @@ class SequenceMeter:
         self._end(reason)
 
     def aborted(self) -> None:
-        """The client went away, or another choice of its request failed."""
+        """The client went away, or another choice of its request failed, before or after the admission."""
+        self.admitted()
         self._end("abort")
 
     def failed(self) -> None:

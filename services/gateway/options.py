@@ -80,7 +80,7 @@ class GenerationOptions:
     `structure` says what each choice must look like. With `as_message`, the
     answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
     SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
-    `top_logprobs` and `prompt_logprobs` have the meaning of GenerationRequest.
+    `top_logprobs` and `prompt_logprobs` have the meaning of SequenceRequest.
     With `receipt`, each choice ends with one; None: as the server's settings say, where that is possible.
     `max_tokens` may be 0 where the request is about its prompt: with `echo` or `prompt_logprobs`.
     `names` maps a field to the client's name for it, where the two differ.

@@ -25,7 +25,6 @@ from spool.scheduler.messages import (
     FinishSequence,
     KvMoved,
     MoveKv,
-    RefusalCause,
     RefuseSequence,
     RowResult,
     SendStep,
@@ -209,11 +208,10 @@ class SchedulerService:
     def enter(self, request: SequenceRequest, sink: SequenceSink) -> None:
         """Enters a sequence whose output goes to `sink`, which may be called before this method returns.
 
-        Raises AdmissionRefusedError for tokens outside the vocabulary, and ServiceClosedError; then `sink` is never
-        called.
+        Token ids are not looked at: a gateway has checked those of its clients, and a worker refuses rows with tokens
+        that its model does not have. Raises ServiceClosedError; then `sink` is never called.
         """
         self._check_open()
-        self._check_vocabulary(request)
         self._sinks[request.sequence_id] = sink
         now = time.monotonic()
         for observer in self.observers:
@@ -430,20 +428,3 @@ class SchedulerService:
     def _check_open(self) -> None:
         if self._closed_because is not None:
             raise ServiceClosedError(self._closed_because)
-
-    def _check_vocabulary(self, request: SequenceRequest) -> None:
-        """Refuses tokens outside the vocabulary, which the core does not check and on which a worker would fail."""
-        size = self.workers.vocabulary_size
-        if not size:
-            return
-        for name, tokens in (
-            ("prompt", request.prompt),
-            ("committed_output", request.committed_output),
-            ("expected_output", request.expected_output),
-            ("logit_bias", request.sampling.logit_bias),
-        ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-                wrong = next(token for token in tokens if not 0 <= token < size)
-                message = f"{name} holds token id {wrong}, must be between 0 and {size - 1}"
-                self.metrics.refused(RefusalCause.INVALID)
-                raise AdmissionRefusedError(RefusalCause.INVALID, message)

@@ -270,8 +270,6 @@ class GatewaySession:
         except ValueError as error:
             self.service.metrics.refused(RefusalCause.INVALID)
             sequence.end(AdmissionRefusedError(RefusalCause.INVALID, str(error)))
-        except AdmissionRefusedError as error:
-            sequence.end(error)
         except ServiceClosedError as error:
             self.close(str(error))
         else:

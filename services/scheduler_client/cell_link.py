@@ -128,7 +128,7 @@ class CellLink:
 
     def submit(self, stream: RemoteStream) -> None:
         """Submits a sequence in the open session, with what it has so far."""
-        self.session.submit(stream.submission())
+        self.session.submit(stream)
         self.streams[stream.request_id] = stream
         stream.cell = self.number
 

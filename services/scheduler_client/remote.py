@@ -118,11 +118,9 @@ class SchedulerClient:
         """The unfinished ones."""
         return [*self._unplaced, *(stream for link in self._links for stream in link.streams.values())]
 
-    async def submit(self, request: GenerationRequest) -> RemoteStream:
-        """Submits a sequence. Raises AdmissionRefusedError or BackendUnavailableError.
-
-        A caller that is cancelled while it waits leaves no sequence behind.
-        """
+    def submit(self, request: GenerationRequest) -> RemoteStream:
+        """Submits a sequence; to await the stream is to wait until the sequence is admitted. Raises
+        BackendUnavailableError."""
         if not self._running:
             raise BackendUnavailableError("the connection to the scheduler is closed")
         if self._broken is not None:
@@ -131,11 +129,6 @@ class SchedulerClient:
             raise BackendUnavailableError(self._given_up())
         stream = RemoteStream(next(self._ids), request, self._stream_ended)
         self._place(stream)
-        try:
-            await stream.admission
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
         return stream
 
     async def model(self) -> scheduler_pb2.ServedModel:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, Self
 
 from spool.protos import scheduler_pb2
 from spool.scheduler.messages import EmitTokens, FinishReason, Suspicion
@@ -15,8 +16,9 @@ from spool.services.rpc.conversion import to_wire
 class RemoteStream(SequenceStream):
     """Keeps every token received, so that another scheduler can continue after the last one.
 
-    Output that its reader has not taken is merged: a slow reader gets all of it at once. `on_end` is called once, at
-    the end.
+    To await it is to wait until the sequence is in the live set; raises why it never was. A caller that is cancelled
+    while it waits leaves no sequence behind. Output that its reader has not taken is merged: a slow reader gets all of
+    it at once. `on_end` is called once, at the end.
     """
 
     def __init__(self, request_id: int, request: GenerationRequest, on_end: Callable[[RemoteStream], None]) -> None:
@@ -29,13 +31,13 @@ class RemoteStream(SequenceStream):
         """The number of the cell whose scheduler has the sequence; None while none has it."""
         self.refused_by: set[int] = set()
         """Numbers of the cells that had no room for it, of those asked so far."""
-        self.admission: asyncio.Future[None] = loop.create_future()
-        """Done when the sequence is in the live set; holds the exception of a sequence that was refused."""
         self.admitted = False
+        """Whether the sequence was ever in the live set."""
         self.fruitless_submissions = 0
         """Sessions since the last token that broke while they had the sequence, which may have been the cause."""
         self.submitted = False
         """Whether the sequence was ever submitted in a session."""
+        self._answered = asyncio.Event()
         self._on_end = on_end
         self._received: list[int] = []
         self._suspicions = 0
@@ -45,6 +47,21 @@ class RemoteStream(SequenceStream):
         if request.deadline_seconds is not None:
             self._deadline = loop.time() + request.deadline_seconds
             self._timer = loop.call_at(self._deadline, self._expire)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        try:
+            yield from self._answered.wait().__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        return self
+
+    @property
+    def refusal(self) -> Exception | None:
+        """Why the sequence has ended without ever being in the live set, where nobody cancelled it."""
+        return self.outcome if isinstance(self.outcome, Exception) and not self.admitted else None
 
     def submission(self) -> scheduler_pb2.SequenceSubmission:
         """All that a scheduler needs to continue the sequence."""
@@ -73,8 +90,7 @@ class RemoteStream(SequenceStream):
     def admit(self) -> None:
         self.admitted = True
         self.refused_by.clear()
-        if not self.admission.done():
-            self.admission.set_result(None)
+        self._answered.set()
 
     def push(self, emission: EmitTokens) -> None:
         if self.outcome is None:
@@ -93,11 +109,7 @@ class RemoteStream(SequenceStream):
         super().end(outcome)
         if self._timer is not None:
             self._timer.cancel()
-        if not self.admission.done():
-            if isinstance(outcome, Exception):
-                self.admission.set_exception(outcome)
-            else:
-                self.admission.set_result(None)
+        self._answered.set()
         self._on_end(self)
 
     def _take(self) -> EmitTokens:

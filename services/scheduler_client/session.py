@@ -14,6 +14,7 @@ from spool.services.rpc.errors import rpc_reason
 from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from spool.services.rpc.replies import readable
 from spool.services.rpc.supervision import is_cancelled
+from spool.services.scheduler_client.remote_stream import RemoteStream
 
 # Tokens of the submissions in one message; a message can hold several times as many.
 _TOKENS_PER_REQUEST = 500_000
@@ -53,12 +54,12 @@ class ClientSession:
         self._metadata = metadata
         self._gateway_id = gateway_id
         self._interval = _FIRST_INTERVAL_SECONDS
-        self._submissions: dict[int, scheduler_pb2.SequenceSubmission] = {}
+        self._submissions: dict[int, RemoteStream] = {}
         self._cancellations: set[int] = set()
         self._more = asyncio.Event()
 
-    def submit(self, submission: scheduler_pb2.SequenceSubmission) -> None:
-        self._submissions[submission.request_id] = submission
+    def submit(self, stream: RemoteStream) -> None:
+        self._submissions[stream.request_id] = stream
         self._more.set()
 
     def cancel(self, request_id: int) -> None:
@@ -162,7 +163,8 @@ class ClientSession:
         request = scheduler_pb2.SessionRequest()
         tokens = 0
         while self._submissions and tokens < _TOKENS_PER_REQUEST:
-            submission = self._submissions.pop(next(iter(self._submissions)))
+            # Not before it leaves: of a request with many long choices, each takes milliseconds.
+            submission = self._submissions.pop(next(iter(self._submissions))).submission()
             tokens += len(submission.prompt) + len(submission.committed_output)
             request.submissions.append(submission)
         request.cancelled_request_ids.extend(sorted(self._cancellations))

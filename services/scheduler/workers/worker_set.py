@@ -241,12 +241,6 @@ class WorkerSet:
         return {worker_id: link.description for worker_id, link in self.links.items() if link.description is not None}
 
     @property
-    def vocabulary_size(self) -> int:
-        """The smallest of the targets that have been up; 0 without any."""
-        descriptions = (link.description for link in self.links.values() if link.endpoint.role is Role.TARGET)
-        return min((known.vocabulary_size for known in descriptions if known is not None), default=0)
-
-    @property
     def up(self) -> frozenset[str]:
         return frozenset(worker_id for worker_id, link in self.links.items() if link.up)
 

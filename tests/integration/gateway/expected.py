@@ -99,15 +99,15 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    async def submit(self, request: GenerationRequest) -> RemoteStream:
+    def submit(self, request: GenerationRequest) -> RemoteStream:
         self.requests.append(request)
-        return await self.backend.submit(request)
+        return self.backend.submit(request)
 
 
 class NoTarget(Recorder):
     """A backend whose scheduler has no target any more."""
 
-    async def submit(self, request: GenerationRequest) -> RemoteStream:
+    def submit(self, request: GenerationRequest) -> RemoteStream:
         self.requests.append(request)
         raise BackendUnavailableError("no target worker is up")
 

@@ -16,7 +16,6 @@ import pytest
 
 from spool.client.v1.generation_pb2_grpc import GenerationServiceStub
 from spool.protos import scheduler_pb2
-from spool.scheduler.config import SchedulerConfig
 from spool.services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import (
     BAD_SCHEMA,
@@ -33,7 +32,7 @@ from tests.integration.gateway.expected import (
     refuse_message,
 )
 from tests.support.clients import message_of
-from tests.support.gateway import MODEL, Gateways, Served, save_tokenizer, stand_in_gateways
+from tests.support.gateway import MODEL, Gateways, Served, save_tokenizer
 from tests.support.stand_in_worker import ROW_FAILS, VOCABULARY
 
 Bad = list[tuple[dict[str, Any], str | None, str]]
@@ -384,19 +383,3 @@ def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
         assert http.get("/-/healthz").status_code == 503
         assert http.get("/ping").status_code == 200
         assert http.get("/metrics").status_code == 200
-
-
-def test_full_queue(tmp_path: Path) -> None:
-    config = SchedulerConfig(max_running=1, max_queued_sequences=1)
-    with (
-        stand_in_gateways(tmp_path, config, step_seconds=0.01) as gateways,
-        gateways.serve() as served,
-        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
-    ):
-        response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
-        assert response.status_code == 429
-        assert int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["code"] == "queue_full"
-        # The sequences that were admitted before are cancelled.
-        gateways.wait_until_idle()
-        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200

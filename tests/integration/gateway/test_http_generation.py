@@ -199,11 +199,9 @@ def connected(served: Served, body: dict[str, Any], cut: int | None = None) -> s
     """A connection on which the request, or all but its end, has been sent."""
     host, port = served.url.removeprefix("http://").split(":")
     content = json.dumps(body)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(f"{head}\r\n\r\n{content}".encode()[:cut])
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n{content}".encode()[:cut])
     return connection
 
 

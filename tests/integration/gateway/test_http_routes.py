@@ -178,7 +178,7 @@ def test_every_route_but_those_of_probes_takes_a_key(gateways: Gateways) -> None
 class Broken(Recorder):
     """A backend with a mistake in its code."""
 
-    async def submit(self, request: GenerationRequest) -> RemoteStream:
+    def submit(self, request: GenerationRequest) -> RemoteStream:
         raise KeyError("a mistake")
 
 

@@ -62,7 +62,7 @@ class Wanderer(Speaker):
     begins = ""
     tokens: GrammarTokens | None = None
 
-    async def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
+    def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
         self.requests.append(request)
         assert request.sampling.grammar is not None
         tokens = self.tokens = self.tokens or GrammarTokens(

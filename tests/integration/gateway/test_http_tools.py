@@ -47,7 +47,11 @@ class SpokenStream:
         self.fingerprints: dict[str, dict[str, str]] = {}
         self.queue_seconds = 0.0
         self.workers: dict[str, None] = {}
+        self.refusal: Exception | None = None
         self._tokens, self._request, self._step = [*tokens, end], request, step
+
+    def __await__(self) -> Iterator[None]:
+        yield
 
     async def __aiter__(self) -> AsyncIterator[EmitTokens]:
         spoken = self._tokens[: self._request.max_tokens]
@@ -86,7 +90,7 @@ class Speaker(Recorder):
             tokenizer_digest=self.tokenizer.vocabulary_digest,
         )
 
-    async def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
+    def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
         self.requests.append(request)
         [end] = self.tokenizer.stop_token_ids
         said = self.says.pop(0)

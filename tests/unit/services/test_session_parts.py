@@ -94,12 +94,11 @@ def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
     same = {"key": "a", "priority": MIN_PRIORITY, "cache_scope": b"\xff" * 32}
     again = {"committed_output": (7, 8), "admitted_before": True, "suspicion": Suspicion(2, 1)}
-    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, **same)
+    same |= {"draft_length": 0, "top_logprobs": 0}
+    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, **same, deadline_seconds=5.0)
     submission = to_wire(scheduler_pb2.SequenceSubmission, request, request_id=3, **again)
     back = request_from_wire(11, scheduler_pb2.SequenceSubmission.FromString(submission.SerializeToString()))
-    assert back == SequenceRequest(
-        11, (1, 2), 9, frozenset({4, 2}), sampling, draft_length=0, top_logprobs=0, **same, **again
-    )
+    assert back == SequenceRequest(11, (1, 2), 9, frozenset({4, 2}), sampling, **same, **again)
     bare = request_from_wire(1, scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1))
     assert bare == SequenceRequest(1, (1,), 1)
     wrong = scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1)
