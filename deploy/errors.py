@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from spool.scheduler.errors import SpoolError
 
-class UsageError(Exception):
+
+class UsageError(SpoolError):
     """The request of the user is not valid; the command ends with exit code 2."""
 
 
-class RunError(Exception):
+class RunError(SpoolError):
     """A valid command failed; it ends with exit code 1."""

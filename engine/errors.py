@@ -3,8 +3,10 @@
 import re
 import signal
 
+from spool.scheduler.errors import SpoolError
 
-class EngineError(Exception):
+
+class EngineError(SpoolError):
     """Base of all of them."""
 
 

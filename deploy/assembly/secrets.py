@@ -12,13 +12,14 @@ from cryptography.x509 import load_pem_x509_certificates
 
 from spool.deploy.config.ingress import InternalSettings
 from spool.deploy.config.spool_config import SpoolConfig
+from spool.scheduler.errors import SpoolError
 from spool.services.gateway.settings import TlsFiles
 from spool.services.receipts.signing import ReceiptKey
 from spool.services.rpc.bearer import KEY_FORM, is_key
 from spool.services.rpc.channel_security import ChannelSecurity
 
 
-class SecretError(ValueError):
+class SecretError(SpoolError, ValueError):
     """A secret that the configuration names is not there or cannot be used; the message says which."""
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from spool.scheduler.errors import SpoolError
 from spool.services.gateway.answers.deltas import ContentDelta, ReasoningDelta
 from spool.services.gateway.answers.markers import SPACE
 from spool.services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter, ThoughtFinder
@@ -24,7 +25,7 @@ _REASONING = ("reasoning_content", "reasoning")
 _OF_A_MESSAGE = {"role", "content", "refusal", "tool_calls", *_REASONING}
 
 
-class NotComparedError(ValueError):
+class NotComparedError(SpoolError, ValueError):
     """An answer has something that cannot be compared with tokens; the message names it."""
 
 

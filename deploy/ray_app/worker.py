@@ -13,6 +13,7 @@ from spool.deploy.assembly.secrets import channel_security
 from spool.deploy.config.spool_config import SpoolConfig
 from spool.deploy.ray_app.replica import SchedulerAddress, internal_host, keep_serve_on_node
 from spool.deploy.workers import worker_engine
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import Role
 from spool.services.launch.process_tuning import keep_loaded_objects
 from spool.services.rpc.channel_security import ChannelSecurity
@@ -29,7 +30,7 @@ _PATIENCE_SECONDS = 30.0
 _REFUSED = "WORKER_STATE_REFUSED"
 
 
-class WorkerRefusedError(RuntimeError):
+class WorkerRefusedError(SpoolError, RuntimeError):
     """The scheduler does not use the worker, and says why."""
 
 

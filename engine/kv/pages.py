@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spool.engine.kv.groups import PageGroup
+from spool.scheduler.errors import SpoolError
 
 PageKey = bytes
 """Names what a full page holds: two pages with equal keys hold the KV of equal tokens after equal tokens."""
 
 
-class OutOfPagesError(Exception):
+class OutOfPagesError(SpoolError):
     """The pool has fewer free pages than an append needs; nothing was changed."""
 
 

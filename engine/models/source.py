@@ -18,6 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from spool.engine.quantization.gguf_file import part_paths
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import Role
 
 DEMO = "demo"
@@ -41,7 +42,7 @@ Progress = Callable[[str, float | None], None]
 """Called with what is being done and the part of it that is done, in [0, 1]; None where that is not known."""
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(SpoolError, ValueError):
     """The name is neither a built-in model, nor a folder or file with a model, nor a model that the hub has."""
 
 

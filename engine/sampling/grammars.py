@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.sampling import Grammar
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _COMPILED = 32
 """Grammars whose compiled form is kept, in addition to those in use."""
 
 
-class GrammarError(Exception):
+class GrammarError(SpoolError):
     """A grammar cannot be compiled or followed; the message is the reason."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import SequenceRequest
 
 
@@ -21,9 +22,9 @@ class GenerationRequest(SequenceRequest):
     traceparent: str = ""
 
 
-class BackendUnavailableError(RuntimeError):
+class BackendUnavailableError(SpoolError, RuntimeError):
     """No target worker or no scheduler can be reached. Trying again later can help."""
 
 
-class DeadlineExceededError(RuntimeError):
+class DeadlineExceededError(SpoolError, RuntimeError):
     """The request's deadline passed before its sequence was finished; the sequence is cancelled."""

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
 
 
-class SequenceFailedError(RuntimeError):
+class SequenceFailedError(SpoolError, RuntimeError):
     """The sequence cannot be finished; tokens delivered before the error stay valid."""
 
 
-class AdmissionRefusedError(RuntimeError):
+class AdmissionRefusedError(SpoolError, RuntimeError):
     """The sequence never entered the live set. Trying again later helps only where `cause` is QUEUE_FULL
     or KEY_LIMIT.
 

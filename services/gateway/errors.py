@@ -6,6 +6,7 @@ import logging
 import math
 from enum import Enum
 
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import RefusalCause
 from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
@@ -31,7 +32,7 @@ class ErrorKind(Enum):
     FAILED = "failed"
 
 
-class RequestError(Exception):
+class RequestError(SpoolError):
     """A request that is refused or fails. `param` names the field at fault; `code` is for programs.
 
     `retry_after_seconds` says when to try again, if that is known.

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+from spool.scheduler.errors import SpoolError
 from spool.services.observability.request_ids import current_account
 
 P = ParamSpec("P")
@@ -20,7 +21,7 @@ _REST = 9.0
 """Seconds for each second of CPU time: what fails of a key takes at most a tenth of a core in the long run."""
 
 
-class TooManyWaitError(Exception):
+class TooManyWaitError(SpoolError):
     """As many of the key wait as may."""
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from spool.engine.errors import with_remedy
+from spool.scheduler.errors import SpoolError
 from spool.services.rpc.backoff import Backoff
 
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -25,7 +26,7 @@ Progress = Callable[[str, str, float | None], None]
 """Receives the name of a process, what it does, and the fraction that is done (None: not known)."""
 
 
-class ProcessStartError(RuntimeError):
+class ProcessStartError(SpoolError, RuntimeError):
     """A process did not become ready; the message is one line with the process's own reason."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.sampling import MAX_TOKEN_ID, Grammar, SamplingParameters
 from spool.services.receipts.fingerprint import fingerprint_name
 from spool.services.receipts.signing import ReceiptKey, check_signature
@@ -25,7 +26,7 @@ _PARAMETERS = {one.name for one in fields(SamplingParameters)}
 _FLOATS = {one.name for one in fields(SamplingParameters) if one.type == "float"}
 
 
-class ReceiptError(ValueError):
+class ReceiptError(SpoolError, ValueError):
     """A receipt is damaged, or does not say what it says it does; the message names the place, and can be encoded."""
 
     def __init__(self, message: str) -> None:

@@ -17,12 +17,14 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificates
 
+from spool.scheduler.errors import SpoolError
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class CertificateError(OSError):
+class CertificateError(SpoolError, OSError):
     """Files that hold no certificate and its key."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from spool.scheduler.errors import SpoolError
 from spool.services.rpc.bearer import KEY_FORM, is_key
 from spool.services.rpc.certificates import CertificateFiles, RenewedCertificate, grpc_credentials
 from spool.services.rpc.channel_options import CHANNEL_OPTIONS, options_against_silence
@@ -27,7 +28,7 @@ _MIN_TOKEN_LENGTH = 16
 _FILES = ("ca_file", "certificate_file", "key_file")
 
 
-class InsecureListenError(ValueError):
+class InsecureListenError(SpoolError, ValueError):
     """A server without security is to listen where strangers can reach it."""
 
 

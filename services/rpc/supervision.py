@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from spool.scheduler.errors import SpoolError
+
 logger = logging.getLogger(__name__)
 
 
-class TaskEndedError(RuntimeError):
+class TaskEndedError(SpoolError, RuntimeError):
     """A task was cancelled by somebody else than its owner."""
 
 

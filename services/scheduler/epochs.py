@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from spool.scheduler.errors import SpoolError
+
 _HIGHEST_UNKNOWN = (1 << 63) - 1
 """Of the epochs that workers may report and the register does not know. What an epoch has room for above it is left to
 schedulers that start, so that no report can use it up."""
@@ -14,7 +16,7 @@ _REMEMBERED = 64
 """Numbers below the highest that the register keeps."""
 
 
-class SupersededError(Exception):
+class SupersededError(SpoolError):
     """Another scheduler has taken a number since."""
 
 

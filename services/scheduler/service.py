@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from spool.protos import worker_pb2
 from spool.scheduler.config import SchedulerConfig
 from spool.scheduler.core import SchedulerCore
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import (
     Command,
     DraftingReport,
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 _MOVE_TIMEOUT_SECONDS = 10.0
 
 
-class ServiceClosedError(RuntimeError):
+class ServiceClosedError(SpoolError, RuntimeError):
     """The service has closed and takes no sequences; the message says why."""
 
 

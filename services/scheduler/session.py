@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from spool.protos import scheduler_pb2
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
 from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from spool.services.backend.sequence_stream import AdmissionRefusedError, merged
@@ -61,7 +62,7 @@ class SessionOptions:
             raise ValueError(f"max_pending_events is {self.max_pending_events}, must be at least 1")
 
 
-class SessionEndedError(RuntimeError):
+class SessionEndedError(SpoolError, RuntimeError):
     """The session has ended; `code` is the status of its stream."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:

@@ -21,6 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from spool.scheduler.errors import SpoolError
+
 _END_OF_CONTENT = "\ue000end of content\ue001"
 """Put behind a message that is to be continued, to find where a template's text of it ends."""
 _NO_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -28,7 +30,7 @@ _MARK = "\ue000unparsed {}\ue001"
 """Stands for an unparsed text while JSON is written."""
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(SpoolError, ValueError):
     """The template does not accept the messages; the error's message is one line that a client can act on."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from spool.engine.kv.kv_store import KvStore, PageLayout
 from spool.protos import worker_pb2
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import RowStatus
 from spool.services.worker.sequences import RowRejectedError, WorkerSequence, WorkerSequences, open_sequence
 
@@ -25,7 +26,7 @@ _CODES = {
 }
 
 
-class KvTransferError(Exception):
+class KvTransferError(SpoolError):
     """KV cannot be given or taken; the message says why, `code` names a status of gRPC."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -33,7 +34,7 @@ class KvTransferError(Exception):
         self.code = code
 
 
-class WrongEpochError(Exception):
+class WrongEpochError(SpoolError):
     """The request is for another start of the worker, or comes from a scheduler that does not have the worker now."""
 
 

@@ -20,6 +20,7 @@ from spool.engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from spool.engine.kv.prefix_cache import PrefixCache
 from spool.engine.steps import VerifyRow
 from spool.protos import worker_pb2
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import MAX_SCORED_TOKENS, PromptScoring, RowStatus
 from spool.scheduler.sampling import SamplingParameters
 from spool.scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
@@ -80,7 +81,7 @@ class WorkerSequence(VerifyRow):
         return True
 
 
-class RowRejectedError(Exception):
+class RowRejectedError(SpoolError):
     """A row cannot run; `kv_len` and `digest` say what the worker holds of its sequence."""
 
     def __init__(self, status: RowStatus, error: str, held: WorkerSequence | None = None) -> None:

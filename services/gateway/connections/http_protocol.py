@@ -14,6 +14,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from spool.scheduler.errors import SpoolError
 from spool.services.gateway.connections.acceptor import Release
 from spool.services.gateway.errors import ErrorKind, RequestError, invalid
 from spool.services.gateway.http.openai_errors import error_response
@@ -39,7 +40,7 @@ _LINGER_SECONDS, _LINGER_BYTES = 1.0, 1024 * 1024
 _FIRST_REQUEST_SECONDS = 1.0
 
 
-class RefusedError(Exception):
+class RefusedError(SpoolError):
     """What arrived is no request, or more than a limit."""
 
     def __init__(self, reason: RequestError) -> None:

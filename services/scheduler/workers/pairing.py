@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spool.protos import worker_pb2
+from spool.scheduler.errors import SpoolError
 from spool.services.rpc.protocol_version import version_conflict
 from spool.services.rpc.worker_codec import ROLES
 
 _SAME_ON_TARGETS = ("model_id", "dtype", "kv_cache_dtype", "quantization", "vocabulary_size")
 
 
-class PairingError(ValueError):
+class PairingError(SpoolError, ValueError):
     """A worker cannot serve with the others, or with this scheduler; the message says how they differ."""
 
 

@@ -18,6 +18,7 @@ import grpc.aio
 
 from spool.protos import worker_pb2, worker_pb2_grpc
 from spool.scheduler.core import SchedulerCore
+from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import DraftGrant, DraftingReport, MoveKv, Role, RowResult, SendStep
 from spool.services.observability.observer import StepTimings
 from spool.services.rpc.backoff import Backoff, require_positive
@@ -86,7 +87,7 @@ class LinkOptions:
         )
 
 
-class WorkerUnreachableError(ConnectionError):
+class WorkerUnreachableError(SpoolError, ConnectionError):
     """The worker did not answer, or its answer broke the protocol."""
 
 
@@ -94,7 +95,7 @@ class _ConnectionBrokenError(WorkerUnreachableError):
     """The connection to the worker broke, which says nothing of the worker."""
 
 
-class SchedulerFencedError(RuntimeError):
+class SchedulerFencedError(SpoolError, RuntimeError):
     """Another scheduler, with a higher epoch, has taken the worker over."""
 
 

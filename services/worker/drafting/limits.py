@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from spool.scheduler.errors import SpoolError
+
 MAX_STREAMS = 256
 """Of one draft worker: the targets that it can serve."""
 MAX_SEQUENCES = 4096
@@ -16,7 +18,7 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Of one message on a stream. Sixteen times what `MAX_OPENED_TOKENS` take."""
 
 
-class BadMessageError(ValueError):
+class BadMessageError(SpoolError, ValueError):
     """A message that a healthy peer would not send: field, value and limit in words. `code` names a status of gRPC."""
 
     def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
