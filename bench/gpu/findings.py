@@ -60,7 +60,7 @@ def run_block(block: Block, findings: Findings, seconds_left: float) -> bool:
     except OutOfTimeError:
         findings.add("out of time", seconds=time.monotonic() - started)
         return False
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         place = traceback.extract_tb(error.__traceback__)[-4:]
         where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(place))
         findings.add("failed", error=f"{type(error).__name__}: {error}"[:1500], where=where)

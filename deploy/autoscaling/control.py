@@ -60,7 +60,7 @@ class GroupControl:
 
         at_least, at_most = rules.min_replicas, most
         if now - began >= up:
-            at_least = min(most, min(sample.low for sample in self._samples if sample.time >= now - up))
+            at_least = min(most, *(sample.low for sample in self._samples if sample.time >= now - up))
         if now - began >= down:
             recent = max(sample.high for sample in self._samples if sample.time >= now - down)
             at_most = max(at_least, min(most, recent))

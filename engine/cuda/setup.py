@@ -194,7 +194,7 @@ def _own_products(dtype: torch.dtype, device: torch.device, code_bits: Sequence[
         with current(device):
             faults = (_product_fault(TritonLinear, dtype, device, bits) for bits in code_bits or (None,))
             fault = next(filter(None, faults), None)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         fault = f"their Triton kernel cannot be made: {error}"
     if fault is not None:
         what = "quantised weights are expanded" if code_bits else "products by torch's libraries"
@@ -241,7 +241,7 @@ def _wide_fault(backend: Callable[[int], AttentionBackend], narrow: torch.Tensor
     """What is wrong with attention in wide tiles, where narrow ones give `narrow`."""
     try:
         return None if torch.equal(_attended(backend, *tried, False)[0], narrow) else "give other bits"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"cannot be made: {error}"
 
 

@@ -218,7 +218,7 @@ def _fault(plain: nn.Module, own: nn.Module, experts: Experts) -> str | None:
         difference = float((found.float() - expected).abs().max() / expected.abs().max())
         same = all(torch.equal(own(*(all_rows[part] for all_rows in given)), found[part]) for part in _TRIAL_PARTS)
     # Triton has errors of its own, and those of the compiler that it calls.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"their Triton kernel cannot be made: {error}"
     if not difference <= _TOLERANCE:
         return f"their Triton kernel gives values that are {difference:.3g} off"

@@ -111,7 +111,7 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
         found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in _TRIED_AT_ONCE]
         bits, logprobs = _scanned(scan, on_gpu, token_ids)
     # Triton has errors of its own, and those of the compiler that it calls.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
         return LogitsScan()
     token_ids = None if token_ids is None else token_ids.cpu()

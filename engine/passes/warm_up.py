@@ -82,7 +82,7 @@ def capture(graphs: GraphedPasses, row_counts: Sequence[int], longest: int) -> s
     try:
         graphs.capture(row_counts, longest)
     # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"as this model's passes cannot be captured: {_reasons(error)}"
     return None
 

@@ -159,7 +159,7 @@ class _CallersThread(Executor):
         future: Future[_T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             future.set_exception(error)
         return future
 

@@ -47,8 +47,7 @@ class Work:
         self.kv += kv
         if verify:
             self.proposed += verify
-            if verify > self.longest:
-                self.longest = verify
+            self.longest = max(self.longest, verify)
 
 
 @dataclass(slots=True)

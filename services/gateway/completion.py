@@ -451,7 +451,7 @@ async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
         try:
             async for piece in choice.pieces():
                 arrived.put_nowait(piece)
-        except Exception as error:  # raised by the consumer below
+        except Exception as error:  # raised by the consumer below  # noqa: BLE001
             arrived.put_nowait(error)
         else:
             arrived.put_nowait(None)

@@ -153,7 +153,7 @@ def _checked(tokens: GrammarTokens | GrammarError, line: bytes) -> dict[str, str
         return {"error": " ".join(str(error).split())}
     except MemoryError:
         raise
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is no Exception  # noqa: BLE001
         traceback.print_exc()
         return {"error": f"it could not be checked ({type(error).__name__})"}
     return {"definition": found}

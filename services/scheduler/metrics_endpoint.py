@@ -146,7 +146,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a scrape failed", exc_info=True)
+        logger.debug("a scrape failed", exc_info=True)  # noqa: LOG014  (called while an error is handled)
 
 
 class _FromLoop(Collector):

@@ -401,7 +401,7 @@ class SchedulerService:
             if source is None or destination is None:
                 raise WorkerUnreachableError(f"worker {move.source_id} or {move.destination_id} is gone")
             reply = await destination.import_kv(move, source, _MOVE_TIMEOUT_SECONDS)
-        except Exception as error:  # whatever it was: without an answer the core would wait for the KV
+        except Exception as error:  # whatever it was: without an answer the core would wait for the KV  # noqa: BLE001
             sink = self._sinks.get(sequence_id)
             named = {"request_id": "" if sink is None else sink.client_request_id}
             logger.warning("KV of sequence %d was not moved: %s", sequence_id, error, extra=named)

@@ -169,7 +169,7 @@ class CellLink:
                 return await self._resolve()
         except TimeoutError:
             self.trouble = f"no address of a scheduler within {limit:g} s"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # Whatever the resolver raised, the next attempt may find a scheduler.
             self.trouble = f"no address of a scheduler: {type(error).__name__}: {error}"
         return None

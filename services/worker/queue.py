@@ -78,7 +78,7 @@ class StepQueue:
             outcome: Reply | Exception = self._executor.execute(request, arrived, lambda: self._tell(loop))
         except DeviceLostError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             outcome = error
         self._ended.append((reply, outcome))
         if self._executor.has_offers:
@@ -98,6 +98,6 @@ class StepQueue:
                 if isinstance(outcome, Exception):
                     raise outcome
                 reply.set_result(outcome())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 reply.set_exception(error)
         self.step_ended.set()

@@ -115,7 +115,7 @@ class WorkerRegistration:
             let_go = True
         except TimeoutError:
             logger.warning("worker %s: the scheduler has not let go of it in time", self._worker_id)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # There may be no scheduler any more; the worker leaves anyway.
             logger.warning("worker %s was not deregistered: %s", self._worker_id, reason_of(error))
         # Without a scheduler that speaks to the worker, nobody tells it to drop its sequences.
@@ -139,7 +139,7 @@ class WorkerRegistration:
         while True:
             try:
                 reply = await self._register()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Whatever the resolver or a dying scheduler raised, the next attempt may find a scheduler.
                 self._not_in_use(reason_of(error))
                 await self._forget_channel()

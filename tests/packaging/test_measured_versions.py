@@ -30,7 +30,7 @@ def test_kernels_compile_with_the_triton_that_was_measured(tmp_path: Path) -> No
     assert found.strip() == MEASURED.partition("==")[2]
     chosen = ["-k", "test_kernels_compile or after_the_warm_up", "-m", "slow or not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *chosen]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:]
     assert " passed" in ended.stdout
 
@@ -57,5 +57,5 @@ def run(*command: object, **variables: str) -> None:
     others = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{PYTHON}*/bin")
     path = os.pathsep.join(map(str, (Path(sys.executable).parent, os.environ["PATH"], *others)))
     environment = {**os.environ, "PATH": path, **variables}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

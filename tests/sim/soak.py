@@ -33,7 +33,7 @@ def run_seed(seed: int, sequences: int, served: bool, kinds: tuple[str, ...]) ->
         return replace(run_schedule(seed, sequences, kinds, served), events=())
     except ScheduleError as error:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001
         return f"seed {seed} with {sequences} sequences: {traceback.format_exc()}"
 
 

@@ -67,7 +67,7 @@ def _answered(method: _Method[Request, Reply]) -> _Method[Request, Reply]:
             raise
         except DecodeError as error:
             await refuse_malformed(context, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             known = request_error(error)
             service.engine.metrics.failed(known.kind)
             note_error(known)

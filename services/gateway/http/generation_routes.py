@@ -126,7 +126,7 @@ async def _events(
                     yield event(chunk)
         if usage is not UsageEvents.NONE:
             yield event(builder.usage_chunk())
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         known = request_error(error)
         engine.metrics.failed(known.kind)
         note_error(known)

@@ -62,7 +62,7 @@ class WorkerSet:
     ) -> None:
         self.links: dict[str, WorkerLink] = {}
         """By worker id, up or not."""
-        self.clock = lambda: time.monotonic()
+        self.clock = lambda: time.monotonic()  # noqa: PLW0108  (simulations put another in the place of the module's)
         """Monotonic seconds."""
         self._left: dict[str, WorkerLink] = {}
         """Workers that have left, and may still register until they have heard of it."""

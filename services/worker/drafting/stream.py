@@ -110,7 +110,7 @@ class DraftStream:
             try:
                 self._serve()
                 reason = "it has ended the stream"
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Files that are missing, a draft that is gone, a message that is none: the next attempt may do better.
                 reason = self._dropped or reason_of(error)
             with self._mailbox.lock:

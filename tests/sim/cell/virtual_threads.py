@@ -144,7 +144,7 @@ class VirtualThread:
             return
         try:
             result = call(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             if not future.cancelled():
                 future.set_exception(error)
         else:

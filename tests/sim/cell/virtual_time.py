@@ -108,8 +108,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     pop(timers)
                 if not timers:
                     raise StandstillError("nothing is left to happen")
-                if timers[0][0] > self.now:
-                    self.now = timers[0][0]
+                self.now = max(self.now, timers[0][0])
                 rounds = 0
             rounds += 1
             if rounds > _MOST_ROUNDS:
@@ -125,7 +124,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                         callback(*args)
                     else:
                         context.run(callback, *args)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001
                     owner = context.get(OWNER) if context is not None else None
                     message = f"error in a callback: {error!r}"
                     self.call_exception_handler({"message": message, "exception": error, "owner": owner})

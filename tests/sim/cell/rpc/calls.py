@@ -306,7 +306,7 @@ class Call:
                 self.reply(reply)
         except _AbortedError as aborted:
             end = _End(rpc_error(aborted.code, aborted.details))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             if listener.process.alive:
                 self._network.handler_errors.append(f"{self.method}: {error!r}")
             end = _End(rpc_error(grpc.StatusCode.UNKNOWN, repr(error)))
