@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from spool.deploy.cli.commands import add_commands
+from spool.deploy.cli.overview import new_app
 from spool.deploy.config.problems import ConfigurationError
 from spool.deploy.errors import RunError, UsageError
 from spool.deploy.kubernetes.command import k8s_app
@@ -19,25 +18,9 @@ from spool.engine.models.source import is_full
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
-# Tables of rich's cut the names of options in narrow terminals.
-app = typer.Typer(rich_markup_mode=None)
+app = new_app()
 add_commands(app)
 app.add_typer(k8s_app, name="k8s")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"spool {metadata.version('spool-serve')}")
-        raise typer.Exit
-
-
-@app.callback()
-def spool(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Serves large language models with batch speculative decoding, output exactly the target model's own."""
 
 
 def run(arguments: Sequence[str], commands: typer.Typer = app, program: str = "spool") -> int:

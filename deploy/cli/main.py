@@ -16,6 +16,11 @@ def main() -> None:
     # Modules that are being imported may swallow KeyboardInterrupt, or print it; until a command runs, nothing is open.
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
+    if sys.argv[1:] in ([], ["--help"], ["--version"]):
+        from spool.deploy.cli.overview import show
+
+        show((sys.argv[1:] or ["--help"])[0])
+        return
     from spool.deploy.cli.command_line import run
 
     signal.signal(signal.SIGINT, handler)
