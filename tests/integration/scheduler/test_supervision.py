@@ -38,7 +38,7 @@ def tasks() -> dict[str, asyncio.Task[Any]]:
     found = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)
-        if code is not None and Path(code.co_filename).is_relative_to(ROOT / "services"):
+        if code is not None and Path(code.co_filename).resolve().is_relative_to(ROOT / "services"):
             found[code.co_qualname] = task
     return found
 
