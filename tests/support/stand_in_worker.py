@@ -21,7 +21,7 @@ from tests.support.paged_model import AnyRow, PagedModel, Whole, true_guess, tru
 
 MODEL = "stand-in"
 VOCABULARY = 1000
-TOKENS = range(100, VOCABULARY)
+TOKENS = range(101, VOCABULARY)
 """What comes out: none of those below."""
 MAX_LENGTH = 2000
 AGREEMENT = 0.7
