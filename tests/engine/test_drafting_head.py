@@ -137,6 +137,7 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch, longest: int = 1000) -> Capture
     return captures
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("longest", [1000, 45])
 @pytest.mark.parametrize("case", ["of no vectors", "mtp of no vectors", "experts, all tokens"])
 def test_graphs_propose_what_a_head_proposes(

@@ -60,7 +60,14 @@ def test_settings_that_bits_depend_on_have_a_part(
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
-        *(({"cpu_isa": isa.name, "threads": 2, "max_num_batched_tokens": 64}, []) for isa in available_isas()),
+        *(
+            pytest.param(
+                {"cpu_isa": isa.name, "threads": 2, "max_num_batched_tokens": 64},
+                [],
+                marks=pytest.mark.slow if isa.name == "portable" else [],
+            )
+            for isa in available_isas()
+        ),
         ({"quantization": "int8"}, ["quantization"]),
         ({"quantization": "none"}, ["quantization"]),
         ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype"]),

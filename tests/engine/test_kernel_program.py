@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from spool.engine.cpu.build import FLAGS, SOURCES
 from spool.engine.cpu.isa import InstructionSet, available_isas, compiler_options
+from tests.support.cpu_kernels import CROSS_COMPILER, kernel_program
 
 PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"
 EMULATED = PROGRAM.with_name("avx512_by_avx2.h")
@@ -21,42 +19,26 @@ GOLDEN = {"BF16": "20d62b8b03095094", "F16": "b30150f616715f0b", "F32": "f24709d
 ELEMENTS = tuple(GOLDEN)
 SANITIZED = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
-# Bits must not depend on these.
-BITS = tuple(flag for flag in FLAGS if flag.startswith(("-std", "-ff", "-fno-math", "-fopenmp")))
-
 ARM = {"NEON": "-march=armv8-a", "NEON with bfloat16": "-march=armv8.2-a+bf16+dotprod"}
-CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
-def built(compiler: str, options: Sequence[str], element: str, folder: Path, sources: Path = SOURCES) -> Path:
-    """The program for one dtype. Skips without the compiler."""
-    if shutil.which(compiler) is None:
-        pytest.skip(f"there is no {compiler} here")
-    program = folder / "check_kernels"
-    files = [str(PROGRAM), *map(str, sorted(sources.glob("*.c")))]
-    command = [compiler, *BITS, *options, f"-DELEMENT_{element}", f"-I{sources}", "-o", str(program), *files, "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return program
-
-
-def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-    # Two threads, so that kernels share out their rows.
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+def told(compiler: str, options: Sequence[str], element: str, folder: Path) -> str:
+    """By the program, which fails where kernels do not agree."""
+    done = kernel_program(PROGRAM, compiler, element, options, folder)()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.decode()
 
 
 @pytest.mark.parametrize(
     ("isa", "element"),
     [
-        pytest.param(isa, element, id=f"{isa.name}-{element}", marks=[] if element == "BF16" else pytest.mark.slow)
-        for isa in available_isas()
-        for element in ELEMENTS
+        pytest.param(isa, element, id=f"{isa.name}-{element}", marks=pytest.mark.slow if place else [])
+        for place, (isa, element) in enumerate(product(available_isas(), ELEMENTS))
     ],
 )
 def test_kernels_give_the_golden_bits(isa: InstructionSet, element: str, tmp_path: Path) -> None:
-    done = run([built("gcc", ["-O1", "-DUNIVERSAL", "-Wno-psabi", *compiler_options(isa)], element, tmp_path)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[1] == GOLDEN[element]
+    options = ["-O1", "-DUNIVERSAL", "-Wno-psabi", *compiler_options(isa)]
+    assert told("gcc", options, element, tmp_path).splitlines()[1] == GOLDEN[element]
 
 
 # Every dtype and every instruction set: the code between the two is the same for all.
@@ -67,10 +49,7 @@ def test_kernels_give_the_golden_bits(isa: InstructionSet, element: str, tmp_pat
     ids=lambda value: getattr(value, "name", value),
 )
 def test_sanitizers_find_nothing(isa: InstructionSet, element: str, tmp_path: Path) -> None:
-    options = compiler_options(isa)
-    done = run([built("gcc", [*SANITIZED, *options], element, tmp_path)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("agree: ")
+    assert told("gcc", [*SANITIZED, *compiler_options(isa)], element, tmp_path).startswith("agree: ")
 
 
 @pytest.mark.slow
@@ -83,12 +62,7 @@ def test_sanitizers_find_nothing(isa: InstructionSet, element: str, tmp_path: Pa
     ],
 )
 def test_kernels_for_arm_in_an_emulator(options: str, element: str, tmp_path: Path) -> None:
-    if shutil.which(EMULATOR) is None:
-        pytest.skip(f"there is no {EMULATOR} here")
-    program = built(CROSS_COMPILER, ["-O3", options, "-static"], element, tmp_path)
-    done = run([EMULATOR, "-cpu", "max", program])
-    assert done.returncode == 0, done.stdout + done.stderr
-    agree, digest = done.stdout.splitlines()
+    agree, digest = told(CROSS_COMPILER, ["-O3", options, "-static"], element, tmp_path).splitlines()
     if element == "BF16" and "bf16" in options:
         assert agree == "agree: 4 lanes, products of pairs"
     else:
@@ -112,6 +86,4 @@ HAS_VNNI = any("-mavx512vnni" in compiler_options(isa) for isa in available_isas
 )
 def test_kernels_for_avx512_in_an_emulator(vnni: Sequence[str], tmp_path: Path) -> None:
     emulated = ["-O2", "-march=x86-64-v3", "-Wno-psabi", *vnni, "-include", str(EMULATED)]
-    done = run([built("gcc", emulated, "BF16", tmp_path)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == f"agree: 16 lanes, products\n{GOLDEN['BF16']}\n"
+    assert told("gcc", emulated, "BF16", tmp_path) == f"agree: 16 lanes, products\n{GOLDEN['BF16']}\n"

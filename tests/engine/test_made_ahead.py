@@ -69,7 +69,7 @@ def made_late(kind: str) -> tuple[set[str], set[str]]:
     return made, asked_for(serve, 90) - made
 
 
-@pytest.mark.parametrize("kind", ["llama", "glm4"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("glm4", marks=pytest.mark.slow)])
 def test_no_kernel_is_made_after_the_warm_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:

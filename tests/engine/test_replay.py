@@ -426,7 +426,9 @@ def test_files_without_receipts_and_answers_with_some(served: Served, tmp_path: 
         assert (ended.code, problem in ended.err) == (2, True), ended.err
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=pytest.mark.slow if isa == "portable" else []) for isa in ISAS]
+)
 def test_receipts_that_were_kept_are_equal_for_ever(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of universal numerics, made in December 2026 with AVX-512. The version of llguidance alone may be another one: a
     change of anything else of their fingerprint breaks what was promised to those who keep receipts."""

@@ -264,7 +264,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (releases_are_forgotten, 0, (), "audit: .*was not told to release"),
         (damaged_kv_is_taken, 0, ("kv damaged",), "audit: .*with a page that is damaged"),
         (proposals_are_found_by_their_sequence_alone, 0, ("draft link slow",), "audit: .*verifies .* proposed were"),
-        (token_ids_of_proposals_are_believed, 57, ("proposals corrupted",), "audit: .*verifies .* that there are"),
+        (token_ids_of_proposals_are_believed, 69, ("proposals corrupted",), "audit: .*verifies .* that there are"),
         (steps_wait_as_long_as_it_takes, 0, ("draft hangs",), "a step waits"),
         (scheduler_lets_steps_wait_for_long, 0, (), "may wait for a draft worker too long"),
         (every_grant_holds, 18, ("draft crash",), "audit: .*whose grant is for epoch"),

@@ -48,7 +48,9 @@ class RawTarget:
     def __init__(self, address: str, first: Message, frames: bool = False) -> None:
         self._outgoing: SimpleQueue[Message | None] = SimpleQueue()
         self._channel = grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)])
-        method = self._channel.stream_stream("/spool.v1.Drafter/Propose", _bytes_of, draft_pb2.Proposals.FromString)
+        method = self._channel.stream_stream(
+            "/spool.draft.v1.Drafter/Propose", _bytes_of, draft_pb2.Proposals.FromString
+        )
         self.call = method(iter(self._outgoing.get, None))
         self.connection: socket.socket | None = None
         self.answers: Iterator[draft_pb2.Proposals] = self.call

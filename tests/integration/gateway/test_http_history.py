@@ -49,7 +49,7 @@ def test_an_answer_cut_anywhere_is_accepted_back(talk: Open, template: str) -> N
     with talk(template) as model:
         for said in (said for one, said in ANSWERS if one is template):
             length = len(model.backend.tokenizer.encode(said))
-            for limit in {1, length + 1, *range(2, length, 11)}:
+            for limit in {1, length + 1, *range(2, length, 23)}:
                 response = model.post(said, tools=TOOLS, max_tokens=limit)
                 answer = response.json()["choices"][0]["message"]
                 calls = answer.get("tool_calls") or []

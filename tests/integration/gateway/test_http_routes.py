@@ -279,12 +279,17 @@ def test_pages_cannot_reach_a_server_without_keys_under_their_own_names(gateways
     ]
     listed = GatewaySettings(allowed_hosts=("spool.internal",))
     keyed = GatewaySettings(api_keys=(SecretStr("key"),))
-    with gateways.serve() as served, gateways.serve(listed) as named, gateways.serve(keyed) as closed:
+    with (
+        gateways.serve() as served,
+        gateways.serve(listed) as named,
+        gateways.serve(keyed) as closed,
+        httpx.Client() as http,
+    ):
 
         def ask(url: str, host: str, path: str = path) -> httpx.Response:
             method = "POST" if path == "/v1/completions" else "GET"
             headers = {"host": host, "authorization": "Bearer key"}
-            return httpx.request(method, f"{url}{path}", headers=headers, json={"prompt": "a", "max_tokens": 1})
+            return http.request(method, f"{url}{path}", headers=headers, json={"prompt": "a", "max_tokens": 1})
 
         right = 404 if path == "/nowhere" else 200
         for host in known:

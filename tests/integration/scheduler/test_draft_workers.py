@@ -1,4 +1,4 @@
-"""Targets ask the draft workers that the scheduler grants them; drafts that leave, die or are busy are known for it."""
+"""Targets ask the draft workers that the scheduler grants them; drafts that leave or are busy are known for it."""
 
 from __future__ import annotations
 
@@ -115,22 +115,6 @@ async def test_a_draft_worker_that_leaves_hands_its_targets_over_first() -> None
         first, rest = await begun(backend, 2)
         assert first + await rest == continuation(prompt_of(2), TOKENS)
         assert granted.addresses[-1] == ""
-
-
-async def test_nobody_is_granted_a_draft_worker_that_has_died() -> None:
-    async with running_cell(step_seconds=0.002) as cell, client(cell.resolve) as backend:
-        (draft,), (target,) = (workers_of(cell, role) for role in (Role.DRAFT, Role.TARGET))
-        granted = Granted()
-        granted.watch(target)
-        first, rest = await begun(backend)
-        await draft.registration.close()
-        await draft.server.stop(0)
-        await until(lambda: cell.service.workers.up == {"target-0"})
-        sent = len(granted.grants)
-        assert first + await rest == continuation(prompt_of(1), TOKENS)
-        # One step may have been on its way.
-        assert granted.grants[sent + 1 :]
-        assert not any(granted.grants[sent + 1 :])
 
 
 async def test_status_says_how_busy_a_draft_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ async def those_that_leave(
     clients: Clients, cell: Cell, watched: WatchedEngine, tokenizer: ModelTokenizer, tally: Tally
 ) -> None:
     """Those whose clients leave after the third token: the target has taken three steps, and takes no other."""
-    prompts = [[90 + number // 9, 91 + number % 9, 30, 31] for number in range(81)]
+    prompts = [[80 + number // 9, 81 + number % 9, 30, 31] for number in range(81)]
     texts = {tuple(one): tokenizer.decode(continuation(one, 3), False) for one in prompts}
     plain = [prompt for prompt, text in texts.items() if text.isalpha() and len(text.encode()) == 6]
     for prompt in plain[:4]:

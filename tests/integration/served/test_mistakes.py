@@ -95,6 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GENERATE = ("generate", "llama-target", "--draft", "none", "--prompts", "prompts.jsonl", "--threads", "1")
 
 
+@pytest.mark.slow
 def test_no_memory(folder: Path) -> None:
     # More than a processor can address.
     ended = spool(*GENERATE, "--kv-memory", "1000TiB", cwd=folder)

@@ -22,7 +22,7 @@ from tests.support.waiting import LONG, until
 # What a worker does with its ranks before any of them has loaded its model.
 RANK_ZERO = """
 import time
-from engine.settings import EngineSettings
+from spool.engine.settings import EngineSettings
 from spool.services.worker.gang import Gang
 Gang(EngineSettings("m", tensor_parallel_size=3)).start()
 print("started", flush=True)

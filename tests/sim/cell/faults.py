@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from spool.engine.steps import RowOutcome
 from spool.scheduler.messages import Role
-from tests.sim.cell.paged_model import AnyRow
 from tests.sim.cell.plan import (
     CELL_CRASH,
     DRAFT_CHANGES,
@@ -20,6 +19,7 @@ from tests.sim.cell.plan import (
 )
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.worker import SimulatedWorker
+from tests.support.paged_model import AnyRow
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import CellSchedulers

@@ -12,9 +12,9 @@ from spool.services.backend.interface import BackendUnavailableError, DeadlineEx
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from spool.services.scheduler_client.cell_link import ClientOptions
 from spool.services.scheduler_client.remote import SchedulerClient
-from tests.sim.cell.paged_model import true_output, true_scores
 from tests.sim.cell.plan import RequestPlan
 from tests.sim.cell.process import Process
+from tests.support.paged_model import true_output, true_scores
 
 if TYPE_CHECKING:
     from tests.sim.cell.world import World

@@ -10,8 +10,8 @@ from spool.scheduler.key_class import KeyClass
 from spool.scheduler.messages import Role
 from spool.scheduler.sampling import SamplingParameters
 from spool.services.backend.interface import GenerationRequest
-from tests.sim.cell.paged_model import VOCABULARY, Windows
-from tests.sim.cell.toy_grammar import draw_grammar
+from tests.support.paged_model import VOCABULARY, Windows
+from tests.support.toy_grammar import draw_grammar
 
 LONGEST_PROMPT = 24
 MOST_TOKENS = 8

@@ -17,11 +17,11 @@ from spool.services.worker.drafting.stream import StreamOptions
 from spool.services.worker.executor import Reply, StepExecutor
 from spool.services.worker.registration import RegistrationOptions, WorkerRegistration
 from spool.services.worker.server import WorkerServer
-from tests.sim.cell.paged_model import VOCABULARY, AnyRow, PagedModel
 from tests.sim.cell.plan import LOOKUP, OWN, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.virtual_threads import VirtualThread
 from tests.sim.cell.virtual_time import result_of
+from tests.support.paged_model import VOCABULARY, AnyRow, PagedModel
 
 if TYPE_CHECKING:
     from tests.sim.cell.world import World

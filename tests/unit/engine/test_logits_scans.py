@@ -107,6 +107,7 @@ def test_rows_that_are_not_finite_have_no_token(scan: LogitsScan, place: Place, 
     assert [number for number, token in enumerate(expected) if token is None] == [0, 1, 2, 4, 6, 7, 8]
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("some_tokens", [False, True])
 @pytest.mark.parametrize(
     ("case", "spread"), [("plain", 0.0), ("plain", 3.0), ("ties", 2.0), ("excluded", 8.0), ("plain", 12.0)]

@@ -21,8 +21,6 @@ from spool.services.text.token_lengths import most_characters_per_token
 from spool.services.text.tokenizer import ModelTokenizer
 
 Change = Callable[[tokenizers.Tokenizer], None]
-COMPOSED = ["e\u0301a", "\u03b1\u0313\u0300\u0345", "\u1100\u1161\u11a8"]
-"""Of two, four and three characters, which NFC makes one."""
 MERGES = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("Ġ", "Ġ"), ("e", "a")]
 
 

@@ -5,12 +5,15 @@ of every position. Layers with windows have pages of their own, of which only th
 is overwritten or freed too early, a rejected token left in place or a token fed twice changes all that follows, as it
 does in a transformer. A sequence with a grammar gets the next token from those that the grammar allows, on targets and
 on drafts, and drafts propose what it forces without a look at the KV.
+
+The simulation runs it in virtual time, stand_in_worker.py in threads and processes.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spool.engine.description import EngineDescription
@@ -30,7 +33,7 @@ from spool.engine.steps import (
 )
 from spool.scheduler.messages import TokenLogprobs
 from spool.scheduler.sampling import Grammar
-from tests.sim.cell.toy_grammar import AutomatonMatcher, allowed
+from tests.support.toy_grammar import AutomatonMatcher, allowed
 
 VOCABULARY = 64
 
@@ -56,11 +59,11 @@ def _choice(total: int) -> int:
     return value ^ (value >> 29)
 
 
-def _target_token(total: int, choices: Sequence[int] = _ALL) -> int:
+def _target_token(total: int, choices: Sequence[int]) -> int:
     return choices[_choice(total) % len(choices)]
 
 
-def _draft_tokens(total: int, acceptance: float, choices: Sequence[int] = _ALL) -> tuple[int, int]:
+def _draft_tokens(total: int, acceptance: float, choices: Sequence[int]) -> tuple[int, int]:
     """What the draft chooses, and in its place: one of both is the target's."""
     choice = _choice(total)
     right = (choice >> 32) % 1000 < acceptance * 1000
@@ -68,15 +71,21 @@ def _draft_tokens(total: int, acceptance: float, choices: Sequence[int] = _ALL) 
     return (own, other) if right else (other, own)
 
 
-class _Whole:
+class Whole:
     """The KV of a sequence, without any pages."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: Windows, tokens: Sequence[int] = ()) -> None:
         self._windows = windows
         self._kv: list[int] = []
+        for token in tokens:
+            self.feed(token)
 
     def feed(self, token: int) -> None:
-        self._kv.append(_kv(self._kv[-1] if self._kv else 0, token))
+        self._kv.append(_kv(self.last, token))
+
+    @property
+    def last(self) -> int:
+        return self._kv[-1] if self._kv else 0
 
     @property
     def total(self) -> int:
@@ -89,14 +98,13 @@ def true_output(
     stop_token_ids: frozenset[int],
     grammar: Grammar | None = None,
     windows: Windows = (None,),
+    tokens: Sequence[int] = _ALL,
 ) -> list[int]:
-    """The oracle: plain decoding, one token at a time."""
-    kv = _Whole(windows)
-    for token in prompt:
-        kv.feed(token)
+    """The oracle: plain decoding, one token at a time. `tokens` are those that the model chooses among."""
+    kv = Whole(windows, prompt)
     output: list[int] = []
     while len(output) < most:
-        choices = _ALL if grammar is None else allowed(grammar.definition, grammar.end_token_ids, output)
+        choices = tokens if grammar is None else allowed(grammar.definition, grammar.end_token_ids, output)
         token = _target_token(kv.total, choices)
         output.append(token)
         if token in stop_token_ids:
@@ -105,43 +113,14 @@ def true_output(
     return output
 
 
-def _matcher(row: AnyRow, proposed: Sequence[int] = ()) -> AutomatonMatcher | None:
-    """After the row's output and what was proposed. Raises GrammarError where that does not follow the grammar."""
-    grammar = row.sampling.grammar
-    if grammar is None:
-        return None
-    fresh: Any = AutomatonMatcher
-    matcher: Any = row.grammar_state.follow(grammar.definition, [*row.history[row.prompt_length :], *proposed], fresh)
-    return matcher  # type: ignore[no-any-return]
-
-
-def _choices(row: AnyRow, matcher: AutomatonMatcher | None) -> Sequence[int]:
-    if matcher is None or row.sampling.grammar is None:
-        return _ALL
-    return matcher.choices(row.sampling.grammar.end_token_ids)
-
-
-def _forced(row: ProposeRow) -> list[int]:
-    """The tokens that must come next, as many as are wanted."""
-    forced: list[int] = []
-    if row.sampling.grammar is None:
-        return forced
-    while len(forced) < row.draft_length and not _ended(row, forced):
-        choices = _choices(row, _matcher(row, forced))
-        if len(choices) > 1:
-            break
-        forced += choices
-    return forced
-
-
-def _ended(row: ProposeRow, proposal: Sequence[int]) -> bool:
-    grammar = row.sampling.grammar
-    return grammar is not None and bool(proposal) and proposal[-1] in grammar.end_token_ids
+def true_guess(known: Sequence[int], acceptance: float, tokens: Sequence[int] = _ALL) -> int:
+    """What a draft proposes next."""
+    return _draft_tokens(Whole((None,), known).total, acceptance, tokens)[0]
 
 
 def true_scores(prompt: Sequence[int], windows: Windows = (None,)) -> list[TokenLogprobs]:
     """What must be said of a prompt: of each token but the first, by the KV before it."""
-    kv = _Whole(windows)
+    kv = Whole(windows)
     scores = []
     for place, token in enumerate(prompt):
         if place:
@@ -153,6 +132,12 @@ def true_scores(prompt: Sequence[int], windows: Windows = (None,)) -> list[Token
 def _score(token: int, total: int) -> TokenLogprobs:
     """A number that survives the wire's 32 bits."""
     return TokenLogprobs(token, -(_choice(total) % 4096) / 64)
+
+
+def with_top(scored: TokenLogprobs, count: int) -> TokenLogprobs:
+    """The token is always the likeliest, and the ones after it follow."""
+    top = tuple(((scored.token_id + place) % 1000, -0.25 - place) for place in range(count))
+    return replace(scored, top=top)
 
 
 class NumbersStore:
@@ -170,6 +155,7 @@ class NumbersStore:
         return [array("q", self._memory[page * self._size : (page + 1) * self._size]).tobytes() for page in pages]
 
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        self.layout.check(contents)
         self._moving()
         for page, data in zip(pages, contents, strict=True):
             self._memory[page * self._size : (page + 1) * self._size] = array("q", data)
@@ -177,7 +163,8 @@ class NumbersStore:
 
 class PagedModel:
     """Engine of a target or of a draft, whose tokens are right as often as `acceptance` says. `computes` is told of the
-    rows of a step, and takes its time; `moving` takes that of reading or writing pages for other workers."""
+    rows of a step, and takes its time; `moving` takes that of reading or writing pages for other workers. `tokens` are
+    those that it chooses among; with `grammars`, those that a sequence's grammar allows."""
 
     def __init__(
         self,
@@ -190,7 +177,10 @@ class PagedModel:
         windows: Windows = (None,),
         own_draft_id: str = "",
         moving: Callable[[], None] = no_callback,
+        tokens: Sequence[int] = _ALL,
+        grammars: bool = True,
     ) -> None:
+        self._tokens, self._grammars = tokens, grammars
         self._groups, lanes = page_groups(windows), lanes_of(page_groups(windows), len(windows))
         self._spans = [group.slices * page_size for group in self._groups]
         self.pool = PagePool(pages, page_size, self._groups)
@@ -255,12 +245,14 @@ class PagedModel:
             for token in row.tokens:
                 self._feed(table, [token])
                 if table.length in scored:
-                    scores.append(_score(scored[table.length], self._attend(table)))
+                    score = _score(scored[table.length], self._attend(table))
+                    scores.append(with_top(score, row.scoring.top))
+            assert len(scores) == len(scored), "scores what is not fed"
         if not row.sample:
             return RowOutcome([], prompt_logprobs=scores)
-        matcher = _matcher(row)
+        matcher = self._matcher(row)
         base = table.length
-        tokens = [_target_token(self._attend(table), _choices(row, matcher))]
+        tokens = [_target_token(self._attend(table), self._choices(row, matcher))]
         if row.draft_tokens:
             # What is drafted is no part of the sequence's state.
             matcher = matcher and matcher.copy()
@@ -270,39 +262,79 @@ class PagedModel:
                     break
                 if matcher is not None:
                     matcher.try_consume_tokens((token,))
-                tokens.append(_target_token(self._attend(table, length), _choices(row, matcher)))
+                tokens.append(_target_token(self._attend(table, length), self._choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
-        return RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
+        digests = [token + 5 for token in tokens] if row.logits_digests else []
+        top = row.top_logprobs
+        chosen = [] if top is None else [with_top(TokenLogprobs(token, -0.25), top) for token in tokens]
+        return RowOutcome(tokens, len(tokens) - 1, digests, chosen, scores)
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table
-        proposal = _forced(row)
+        proposal = self._forced(row)
         others = [-1] * len(proposal)
         self._feed(table, [*row.tokens, *proposal[:-1]])
         if not row.draft_length:
             return RowOutcome([])
         total = self._attend(table)
-        while len(proposal) < row.draft_length and not _ended(row, proposal):
+        while len(proposal) < row.draft_length and not self._ended(row, proposal):
             if proposal:
                 self._feed(table, proposal[-1:])
                 total = self._attend(table)
-            choices = _choices(row, _matcher(row, proposal))
+            choices = self._choices(row, self._matcher(row, proposal))
             own, other = _draft_tokens(total, self.acceptance, choices)
             proposal.append(own)
             others.append(other if other != own else -1)
         return RowOutcome(proposal, alternatives=others)
 
+    def _grammar(self, row: AnyRow) -> Grammar | None:
+        return row.sampling.grammar if self._grammars else None
+
+    def _matcher(self, row: AnyRow, proposed: Sequence[int] = ()) -> AutomatonMatcher | None:
+        """After the row's output and what was proposed. Raises GrammarError where that does not follow the grammar."""
+        grammar = self._grammar(row)
+        if grammar is None:
+            return None
+        fresh: Any = AutomatonMatcher
+        output = [*row.history[row.prompt_length :], *proposed]
+        matcher: Any = row.grammar_state.follow(grammar.definition, output, fresh)
+        return matcher  # type: ignore[no-any-return]
+
+    def _choices(self, row: AnyRow, matcher: AutomatonMatcher | None) -> Sequence[int]:
+        grammar = self._grammar(row)
+        return self._tokens if matcher is None or grammar is None else matcher.choices(grammar.end_token_ids)
+
+    def _forced(self, row: ProposeRow) -> list[int]:
+        """The tokens that must come next, as many as are wanted."""
+        forced: list[int] = []
+        if self._grammar(row) is None:
+            return forced
+        while len(forced) < row.draft_length and not self._ended(row, forced):
+            choices = self._choices(row, self._matcher(row, forced))
+            if len(choices) > 1:
+                break
+            forced += choices
+        return forced
+
+    def _ended(self, row: ProposeRow, proposal: Sequence[int]) -> bool:
+        grammar = self._grammar(row)
+        return grammar is not None and bool(proposal) and proposal[-1] in grammar.end_token_ids
+
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> None:
         """Writes the KV of the tokens to the pages."""
         first, memory = table.length, self._memory
         self.pool.append(table, len(tokens))
-        written = [self._places(table, 0, first - 1, first)[0]] if first else [0]
+        written = [self.kv_at(table, first - 1)] if first else [0]
         for token in tokens:
             written.append(_kv(written[-1], token))
         del written[0]
         for span, run in zip(self._spans, table.runs, strict=True):
             for place, kv in enumerate(written, first):
                 memory[run.pages[place // span - run.freed] * self._size + place % span] = kv
+
+    def kv_at(self, table: PageTable, place: int) -> int:
+        """The KV of a position, to which all tokens up to it have contributed."""
+        return self._places(table, 0, place, place + 1)[0]
 
     def _attend(self, table: PageTable, length: int | None = None) -> int:
         """The sum of the KV that layers see at that length: for each layer, as some have the same windows."""
