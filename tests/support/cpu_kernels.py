@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spool.engine.cpu.build import FLAGS, SOURCES
+from spool.engine.cpu.build import FLAGS, SOURCES, CompilationError, compiler_command
 from spool.engine.cpu.isa import AUTO, available_isas
 from spool.engine.cpu.kernels import CpuKernels, load_cpu_kernels
 
@@ -22,7 +22,11 @@ BITS = tuple(flag for flag in FLAGS if flag.startswith(("-std", "-ff", "-fno-mat
 
 
 def compiled_kernels(dtype: torch.dtype = torch.bfloat16, isa: str = AUTO, universal: bool = False) -> CpuKernels:
-    """The kernels for this processor."""
+    """The kernels for this processor. Skips without the compiler that is asked for."""
+    try:
+        compiler_command()
+    except CompilationError as error:
+        pytest.skip(str(error))
     return load_cpu_kernels(dtype, lambda *_: None, isa, universal=universal)
 
 
