@@ -1,10 +1,55 @@
-"""Installs the folders of the project under one name: `engine` as `spool.engine`, and so on."""
+"""Installs the folders of the project under one name: `engine` as `spool.engine`, and so on. A wheel also gets the CPU
+kernels, compiled; an editable installation compiles what it needs when it needs it.
+
+SPOOL_WHEEL_MACHINE is another machine than this one, for which CC compiles; SPOOL_WHEEL_BUILDS some builds of
+engine/cpu/isa.py instead of all.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 FOLDERS = ("deploy", "engine", "protos", "scheduler", "services")
+MACHINE = os.environ.get("SPOOL_WHEEL_MACHINE")
+BUILDS = os.environ.get("SPOOL_WHEEL_BUILDS", "").split()
+
+
+class BuildWithKernels(build_py):
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        # These sources by their installed name, whatever else is installed.
+        sources = ModuleType("spool")
+        sources.__path__ = [str(Path(__file__).parent)]
+        sys.modules["spool"] = sources
+        from spool.engine.cpu.isa import this_machine
+        from spool.engine.cpu.prebuilt import COMPILED, build_libraries
+
+        folder = Path(self.build_lib, "spool", "engine", "cpu", COMPILED.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        build_libraries(folder, MACHINE or this_machine(), BUILDS, lambda line: print(line, flush=True))
+
+
+class WheelOfAMachine(bdist_wheel):
+    """For any Python 3, as kernels are called by ctypes."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", f"linux_{MACHINE}" if MACHINE else super().get_tag()[2]
+
 
 setup(
     packages=[f"spool.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
     package_dir={f"spool.{folder}": folder for folder in FOLDERS},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfAMachine},
 )

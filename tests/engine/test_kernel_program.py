@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spool.engine.cpu.build import FLAGS, SOURCES
+from spool.engine.cpu.compiler import FLAGS, SOURCES
 from spool.engine.cpu.isa import InstructionSet, available_isas, compiler_options
 
 PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spool.engine.cpu.build import CompilationError, compiler_command
+from spool.engine.cpu.compiler import CompilationError, compiler_command
 from spool.engine.cpu.isa import AUTO, available_isas
 from spool.engine.cpu.kernels import CpuKernels, load_cpu_kernels
 
