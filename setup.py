@@ -45,7 +45,8 @@ class WheelOfAMachine(bdist_wheel):
         self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", f"linux_{MACHINE}" if MACHINE else super().get_tag()[2]
+        named = self.plat_name_supplied or MACHINE is None
+        return "py3", "none", super().get_tag()[2] if named else f"linux_{MACHINE}"
 
 
 setup(

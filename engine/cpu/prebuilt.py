@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from spool.engine.cpu.compiler import ELEMENTS, CompilationError, Flavour, digest, find_compiler
@@ -48,9 +49,7 @@ def build_libraries(folder: Path, machine: str, names: Sequence[str], say: Calla
     compiler = find_compiler()
     if not compiler.compiles_for(machine):
         raise CompilationError(f"{' '.join(compiler.command)} does not compile for {machine}: set CC")
-    flavours = [
-        Flavour(build, dtype, universal) for build in builds for dtype in ELEMENTS for universal in (False, True)
-    ]
+    flavours = [Flavour(*which) for which in product(builds, ELEMENTS, (False, True))]
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         # Many are the same to the compiler, for without products of pairs a build is universal anyway.

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.command_line import Ended
 from tests.support.dependencies import PYPROJECT, ROOT, requirements
-from tests.support.wheels import FOLDERS, built_from, clean_environment
+from tests.support.wheels import FOLDERS, built_from, clean_environment, copied_sources, install, linked_environment
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +133,12 @@ def test_the_commands_are_there(environment: Path, folder: Path) -> None:
     commands = re.findall(r"^[│ ]+([a-z]+) {2,}", ended.out, re.MULTILINE)
     assert {"serve", "generate", "verify", "config"} <= set(commands)
     assert run("spool", environment, folder, "serve", "--help").code == 0
+
+
+def test_an_editable_installation_compiles_nothing(tmp_path: Path) -> None:
+    sources = copied_sources(tmp_path)
+    editable = linked_environment(["setuptools"], tmp_path / "venv")
+    install(editable, "--no-build-isolation", "--editable", sources, CC=str(tmp_path / "none"))
+    assert list(sources.rglob("*.so")) == []
+    ended = run("python", editable, tmp_path, "-P", "-c", "import spool.engine.cpu.isa as isa; print(isa.__file__)")
+    assert (ended.code, ended.out.strip()) == (0, str(sources / "engine" / "cpu" / "isa.py")), ended.err

@@ -27,9 +27,10 @@ def copied_sources(folder: Path) -> Path:
     return copy
 
 
-def built_from(sources: Path, folder: Path, **variables: str) -> Path:
+def built_from(sources: Path, folder: Path, *options: str, **variables: str) -> Path:
     """The wheel, which `folder` then holds."""
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources]
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    build += [*options, str(sources)]
     ended = subprocess.run(build, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (built,) = folder.glob("*.whl")
@@ -38,12 +39,16 @@ def built_from(sources: Path, folder: Path, **variables: str) -> Path:
 
 def clean_environment(wheel: Path, needed: list[str], folder: Path) -> Path:
     """A virtual environment at `folder`, with the wheel and links to what it needs."""
+    install(linked_environment(needed, folder), wheel)
+    return folder
+
+
+def linked_environment(needed: list[str], folder: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     for distribution in installed_closure(requirements(needed)).values():
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site_packages(folder) / top).exists():
                 (site_packages(folder) / top).symlink_to(distribution.locate_file(top))
-    install(folder, wheel)
     return folder
 
 
@@ -52,8 +57,8 @@ def site_packages(environment: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", vars=paths))
 
 
-def install(environment: Path, wheel: Path) -> None:
+def install(environment: Path, *what: object, **variables: str) -> None:
     command = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
-    command += ["install", "--no-deps", "--no-index", str(wheel)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["install", "--no-deps", "--no-index", *map(str, what)]
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
