@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -40,16 +40,18 @@ class BuildWithKernels(build_py):
 class WheelOfAMachine(bdist_wheel):
     """For any Python 3, as kernels are called by ctypes."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         named = self.plat_name_supplied or MACHINE is None
         return "py3", "none", super().get_tag()[2] if named else f"linux_{MACHINE}"
 
 
+class DistributionWithKernels(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 setup(
+    distclass=DistributionWithKernels,
     packages=[f"spool.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])],
     package_dir={f"spool.{folder}": folder for folder in FOLDERS},
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfAMachine},
