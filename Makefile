@@ -111,7 +111,7 @@ sim: $(STAMP)
 
 # tests/packaging/test_wheel_machines.py checks that an older glibc than the tag says would do.
 wheel: $(SERVING)
-	rm -rf build/lib
+	rm -rf build/lib*
 	SPOOL_WHEEL_MACHINE=$(MACHINE) $(if $(filter-out $(THIS_MACHINE),$(MACHINE)),CC=$(MACHINE)-linux-gnu-gcc) \
 		$(WHEEL) --verbose --config-settings=--build-option=--plat-name=manylinux_2_28_$(MACHINE) .
 	$(WHEEL) ./spool_client
