@@ -3,6 +3,8 @@
 # make test-all  runs `make test`, then all other tests but the long ones, which `make test-long` runs
 # make image-test  builds the image with podman and runs it as the manifests say; make hosts-test runs a cell on hosts
 #              with addresses of their own, which lose links and die. Both need root, and are among the long tests
+# make wheel   builds the wheels of both distributions in dist/, with CPU kernels compiled for processors of MACHINE
+#              (x86_64 or aarch64; for another than this one, with MACHINE-linux-gnu-gcc)
 # make lint    style and types
 # make lines   counts lines of code by room, at HEAD and at COMMITS
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
@@ -23,6 +25,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
 COMMITS ?=
+THIS_MACHINE := $(shell uname -m)
+MACHINE ?= $(THIS_MACHINE)
 
 # Where the environment forbids bytecode, every one of hundreds of processes would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,12 +43,13 @@ SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
 # pip would compile everything before it goes on, which takes as long as unpacking it.
 INSTALL := -m pip install --disable-pip-version-check --no-compile
+WHEEL := $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist
 COMPILED := spool.deploy.cli.serve, spool.deploy.ray_app.application, spool.engine.models.loading, transformers.models.llama.modeling_llama
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --no-emit-package spool-client --python $(BIN)/python
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim lint lines format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim wheel lint lines format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -103,6 +108,13 @@ hosts-test: $(STAMP)
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
+
+# tests/packaging/test_wheel_machines.py checks that an older glibc than the tag says would do.
+wheel: $(SERVING)
+	rm -rf build/lib*
+	SPOOL_WHEEL_MACHINE=$(MACHINE) $(if $(filter-out $(THIS_MACHINE),$(MACHINE)),CC=$(MACHINE)-linux-gnu-gcc) \
+		$(WHEEL) --verbose --config-settings=--build-option=--plat-name=manylinux_2_28_$(MACHINE) .
+	$(WHEEL) ./spool_client
 
 lint: $(STAMP) build/names
 	$(BIN)/ruff check

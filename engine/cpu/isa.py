@@ -1,6 +1,7 @@
 """Instruction sets of processors: which there are, which this machine has, and which one is to be used.
 
-Free of torch: what limits torch and its libraries must be in the environment before they are loaded.
+Free of torch and of installed packages: setup.py reads it, and what limits torch and its libraries must be in the
+environment before they are loaded.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """Code for an instruction set and what some of its processors have beyond it. `needs` are names of /proc/cpuinfo,
+    `options` the compiler's."""
+
+    name: str
+    needs: frozenset[str]
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """`needs` and `takes` are names of /proc/cpuinfo: what a processor must have, and what else is used,
-    with the compiler's option for it. `limits`: environment variables that keep torch's own kernels, oneDNN and MKL to
-    the set.
+    """`builds`: the best first; a processor has the set if it can run one of them. `limits`: environment variables
+    that keep torch's own kernels, oneDNN and MKL to the set.
     """
 
     name: str
     machine: str | None
-    needs: frozenset[str]
-    options: tuple[str, ...]
-    takes: Mapping[str, str]
+    builds: tuple[Build, ...]
     limits: Mapping[str, str]
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
-_AMX_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-_VNNI = {"avx512_vnni": "-mavx512vnni"}
-# The last one holds.
-_ARM = {"asimddp": "-march=armv8.2-a+dotprod", "bf16": "-march=armv8.2-a+bf16+dotprod"}
-_X86 = "x86_64"
+_VNNI, _BF16, _TILES = frozenset({"avx512_vnni"}), frozenset({"avx512_bf16"}), frozenset({"amx_tile", "amx_bf16"})
+_X86, _ARM = "x86_64", "aarch64"
 
 
 def _limits(aten: str, onednn: str, mkl: str) -> Mapping[str, str]:
@@ -50,20 +54,52 @@ def _limits(aten: str, onednn: str, mkl: str) -> Mapping[str, str]:
 INSTRUCTION_SETS = {
     each.name: each
     for each in (
-        InstructionSet("amx", _X86, _AMX, _AMX_OPTIONS, _VNNI, _limits("avx512", "ALL", "AVX512")),
+        InstructionSet(
+            "amx",
+            _X86,
+            (
+                Build(
+                    "amx",
+                    _AVX512 | _TILES | _BF16 | _VNNI,
+                    ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mavx512vnni"),
+                ),
+            ),
+            _limits("avx512", "ALL", "AVX512"),
+        ),
         InstructionSet(
             "avx512",
             _X86,
-            _AVX512,
-            ("-march=x86-64-v4",),
-            {"avx512_bf16": "-mavx512bf16"} | _VNNI,
+            (
+                Build(
+                    "avx512-bf16-vnni",
+                    _AVX512 | _BF16 | _VNNI,
+                    ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+                ),
+                Build("avx512-vnni", _AVX512 | _VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
+                Build("avx512", _AVX512, ("-march=x86-64-v4",)),
+            ),
             _limits("avx512", "AVX512_CORE_BF16", "AVX512"),
         ),
         InstructionSet(
-            "avx2", _X86, _AVX2, ("-march=x86-64-v3",), {"avx_vnni": "-mavxvnni"}, _limits("avx2", "AVX2", "AVX2")
+            "avx2",
+            _X86,
+            (
+                Build("avx2-vnni", _AVX2 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
+                Build("avx2", _AVX2, ("-march=x86-64-v3",)),
+            ),
+            _limits("avx2", "AVX2", "AVX2"),
         ),
-        InstructionSet("neon", "aarch64", frozenset(), (), _ARM, {}),
-        InstructionSet("portable", None, frozenset(), (), {}, _limits("default", "SSE41", "SSE4_2")),
+        InstructionSet(
+            "neon",
+            _ARM,
+            (
+                Build("neon-bf16-dotprod", frozenset({"bf16", "asimddp"}), ("-march=armv8.2-a+bf16+dotprod",)),
+                Build("neon-dotprod", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",)),
+                Build("neon", frozenset(), ()),
+            ),
+            {},
+        ),
+        InstructionSet("portable", None, (Build("portable", frozenset(), ()),), _limits("default", "SSE41", "SSE4_2")),
     )
 }
 """By name, the fastest first."""
@@ -102,15 +138,29 @@ def library_limits(setting: str) -> dict[str, str]:
 def available_isas() -> tuple[InstructionSet, ...]:
     """Those of this processor, the fastest first."""
     features = _features()
-    return tuple(
-        isa for isa in INSTRUCTION_SETS.values() if isa.machine in (None, _machine()) and isa.needs <= features
-    )
+    return tuple(isa for isa in _of_machine(this_machine()) if any(build.needs <= features for build in isa.builds))
+
+
+def builds_for(machine: str) -> tuple[Build, ...]:
+    """All that its processors may run, of the fastest set first."""
+    return tuple(build for isa in _of_machine(machine) for build in isa.builds)
+
+
+def best_build(isa: InstructionSet) -> Build:
+    """The best one that this processor can run, which must have the set."""
+    features = _features()
+    return next(build for build in isa.builds if build.needs <= features)
 
 
 def compiler_options(isa: InstructionSet) -> tuple[str, ...]:
     """For code that runs on this processor and uses no more than `isa`."""
-    features = _features()
-    return (*isa.options, *(option for feature, option in isa.takes.items() if feature in features))
+    return best_build(isa).options
+
+
+def this_machine() -> str:
+    """As `uname` calls it on Linux: x86_64, aarch64."""
+    machine = platform.machine().lower()
+    return {"amd64": _X86, "arm64": _ARM}.get(machine, machine)
 
 
 def processor_name() -> str:
@@ -129,9 +179,8 @@ def _limit(setting: str) -> InstructionSet | None:
     return INSTRUCTION_SETS.get(setting)
 
 
-def _machine() -> str:
-    machine = platform.machine().lower()
-    return {"amd64": _X86, "arm64": "aarch64"}.get(machine, machine)
+def _of_machine(machine: str) -> list[InstructionSet]:
+    return [isa for isa in INSTRUCTION_SETS.values() if isa.machine in (None, machine)]
 
 
 @cache

@@ -6,9 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
-import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -16,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import Ended
-from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requirements
+from tests.support.dependencies import PYPROJECT, ROOT, requirements
+from tests.support.wheels import FOLDERS, built_from, clean_environment, copied_sources, install, linked_environment
 
 pytestmark = pytest.mark.slow
 
-FOLDERS = ("deploy", "engine", "protos", "scheduler", "services")
 DATA = ("engine/cpu/csrc", "engine/demo/assets", "services/gateway/dashboard/page")
 # They need triton, which serving on a CPU does without.
 NOT_FOR_SERVING = r"spool\.engine\.cuda\.(triton_.*|fused_decoder|launches|library_products)"
@@ -32,17 +30,6 @@ for module in pkgutil.walk_packages([f"{{sys.argv[1]}}/spool"], "spool."):
         assert found.startswith(sys.argv[1]), found
         print(module.name)
 """
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, without what earlier builds left among them."""
-    copy = tmp_path_factory.mktemp("sources") / "spool"
-    for folder in (*FOLDERS, "bench", "tests/support"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
-        shutil.copy(ROOT / name, copy)
-    return built_from(copy, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -58,36 +45,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clean_environment(wheel, PYPROJECT["project"]["dependencies"], tmp_path_factory.mktemp("clean") / "venv")
 
 
-def built_from(sources: Path, folder: Path) -> Path:
-    """The wheel, which `folder` then holds."""
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources]
-    subprocess.run(build, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
-
-
-def clean_environment(wheel: Path, needed: list[str], folder: Path) -> Path:
-    """A virtual environment at `folder`, with the wheel and links to what it needs."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    paths = {"base": str(folder), "platbase": str(folder), "installed_base": str(folder)}
-    site_packages = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    for distribution in installed_closure(requirements(needed)).values():
-        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            if not (site_packages / top).exists():
-                (site_packages / top).symlink_to(distribution.locate_file(top))
-    pip(folder, "install", "--no-deps", "--no-index", wheel)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("elsewhere")
-
-
-def pip(environment: Path, *arguments: object) -> None:
-    command = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def run(program: str, environment: Path, folder: Path, *arguments: object) -> Ended:
@@ -173,3 +133,12 @@ def test_the_commands_are_there(environment: Path, folder: Path) -> None:
     commands = re.findall(r"^[│ ]+([a-z]+) {2,}", ended.out, re.MULTILINE)
     assert {"serve", "generate", "verify", "config"} <= set(commands)
     assert run("spool", environment, folder, "serve", "--help").code == 0
+
+
+def test_an_editable_installation_compiles_nothing(tmp_path: Path) -> None:
+    sources = copied_sources(tmp_path)
+    editable = linked_environment(["setuptools"], tmp_path / "venv")
+    install(editable, "--no-build-isolation", "--editable", sources, CC=str(tmp_path / "none"))
+    assert list(sources.rglob("*.so")) == []
+    ended = run("python", editable, tmp_path, "-P", "-c", "import spool.engine.cpu.isa as isa; print(isa.__file__)")
+    assert (ended.code, ended.out.strip()) == (0, str(sources / "engine" / "cpu" / "isa.py")), ended.err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spool.engine.cpu.build import FLAGS, SOURCES, CompilationError, compiler_command
+from spool.engine.cpu.compiler import FLAGS, SOURCES, CompilationError, compiler_command
 from spool.engine.cpu.isa import AUTO, available_isas
 from spool.engine.cpu.kernels import CpuKernels, load_cpu_kernels
 

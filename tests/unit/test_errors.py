@@ -16,4 +16,5 @@ def test_every_error_has_the_same_base() -> None:
                 if all(hasattr(builtins, ast.unparse(base)) for base in node.bases):
                     others.append(f"{source.relative_to(ROOT)}: {node.name}")
     assert found > 30
-    assert others == []
+    # Of what builds a wheel, where nothing is installed.
+    assert others == ["engine/cpu/compiler.py: CompilationError"]

@@ -161,3 +161,12 @@ def test_all_but_workers_start_without_torch() -> None:
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.strip() == "[]"
+
+
+def test_what_builds_a_wheel_needs_nothing_installed() -> None:
+    """setup.py imports these where there is nothing but setuptools."""
+    shared = {f"spool.engine.cpu.{name}" for name in ("isa", "compiler", "prebuilt")}
+    for name in shared:
+        source = ROOT / f"{name.removeprefix('spool.').replace('.', '/')}.py"
+        imported = set(imported_modules(source)) - shared
+        assert {each for each in imported if each.split(".")[0] not in sys.stdlib_module_names} == set()

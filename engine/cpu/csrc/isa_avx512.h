@@ -40,7 +40,7 @@ INLINE f32v add_pair_products(f32v sum, u32v pairs, u32v by) {
     return (f32v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)by);
 }
 
-#ifndef UNIVERSAL
+#if defined ELEMENT_BF16 && !defined UNIVERSAL
 // Numbers below the normal range become 0.
 #define ROUNDS_TO_BF16
 INLINE void store_bf16(uint16_t *to, f32v x) {

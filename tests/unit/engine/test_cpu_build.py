@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from spool.engine.cpu.build import CompilationError, Library, compiled_library
+from spool.engine.cpu import prebuilt
+from spool.engine.cpu.build import compiled_library
+from spool.engine.cpu.compiler import CompilationError
 from spool.engine.cpu.isa import available_isas
 from spool.engine.cpu.kernels import load_cpu_kernels
+from spool.engine.cpu.prebuilt import Library, build_libraries
 
 FOLDER = "cpu-kernels"
 # Writes the file that it is asked for, and counts its calls.
 QUICK_COMPILER = """#!/bin/sh
-[ "$2" = --version ] && exit 0
+case "$*" in
+    *--version) exit;;
+    *-dumpmachine) echo x86_64-linux-gnu; exit;;
+    *-DELEMENT_BF16*" -E "*) echo "$*"; exit;;
+    *" -E "*) exit;;
+esac
 while [ "$1" != -o ]; do shift; done
 echo library > "$2"
 echo >> "$(dirname "$0")/calls"
@@ -88,7 +98,7 @@ def test_without_a_compiler_there_are_no_kernels(
     with caplog.at_level(logging.WARNING):
         assert load_cpu_kernels(torch.bfloat16, lambda text, _: said.append(text)) is None
     assert "no C compiler" in caplog.text
-    assert said[-1].endswith(": install gcc")
+    assert said[-1].endswith(": install gcc or clang, or a wheel that holds compiled kernels")
 
 
 def test_a_compiler_that_fails_is_reported(compiler: Path, cache: Path) -> None:
@@ -96,6 +106,64 @@ def test_a_compiler_that_fails_is_reported(compiler: Path, cache: Path) -> None:
     with pytest.raises(CompilationError, match="this machine is unknown"):
         build()
     assert not list((cache / FOLDER).iterdir())
+
+
+@pytest.fixture
+def in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of libraries beside the module."""
+    monkeypatch.setattr(prebuilt, "COMPILED", tmp_path / "compiled")
+    return tmp_path / "compiled"
+
+
+def test_a_wheels_libraries_need_no_compiler(
+    compiler: Path, cache: Path, in_a_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = build()
+    shutil.rmtree(cache)
+    build_libraries(in_a_wheel, "x86_64", [], lambda _: None)
+    monkeypatch.setenv("CC", str(compiler.with_name("none")))
+    library = build()
+    assert library.path.parent == in_a_wheel
+    assert library.identity == compiled.identity
+    assert not cache.exists()
+
+
+def test_libraries_that_turn_out_the_same_are_one_file(compiler: Path, in_a_wheel: Path) -> None:
+    said: list[str] = []
+    build_libraries(in_a_wheel, "x86_64", ["avx512-vnni", "portable"], said.append)
+    # The compiler says what is the same: of each build, all that is not bfloat16.
+    assert len(compiler.with_name("calls").read_text()) == len(said) == 6
+    assert sorted(path.name for path in in_a_wheel.iterdir()) == ["avx512-vnni-bfloat16.so", prebuilt.MANIFEST]
+    entries = json.loads((in_a_wheel / prebuilt.MANIFEST).read_text())
+    assert len(entries) == 12
+    assert {entry["file"] for entry in entries.values()} == {"avx512-vnni-bfloat16.so"}
+    assert len({entry["identity"] for entry in entries.values()}) == 12
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"other"), Path.unlink], ids=["changed", "missing"])
+def test_a_wheels_damaged_library_is_refused_by_name(in_a_wheel: Path, damage: Callable[[Path], object]) -> None:
+    build_libraries(in_a_wheel, "x86_64", [], lambda _: None)
+    path = build().path
+    damage(path)
+    with pytest.raises(CompilationError, match=re.escape(str(path))):
+        build()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_wheel_with_some_builds_leaves_the_others_to_the_compiler(in_a_wheel: Path, cache: Path) -> None:
+    isa = next(isa for isa in available_isas() if isa.name != "portable")
+    build_libraries(in_a_wheel, "x86_64", ["portable"], lambda _: None)
+    assert compiled_library(isa, "float32", False, lambda *_: None).path.parent == cache / FOLDER
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_wheel_is_not_built_for_what_the_compiler_does_not_know(in_a_wheel: Path) -> None:
+    with pytest.raises(CompilationError, match="does not compile for aarch64: set CC"):
+        build_libraries(in_a_wheel, "aarch64", [], lambda _: None)
+    with pytest.raises(CompilationError, match="no build of x86_64 is called neon; there are amx, "):
+        build_libraries(in_a_wheel, "x86_64", ["neon", "portable"], lambda _: None)
+    assert not in_a_wheel.exists()
 
 
 @pytest.mark.slow

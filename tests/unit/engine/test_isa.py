@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
-from spool.engine.cpu.isa import CPU_ISAS, ISA_VARIABLE, available_isas, chosen_isa, library_limits
+from spool.engine.cpu.isa import (
+    CPU_ISAS,
+    INSTRUCTION_SETS,
+    ISA_VARIABLE,
+    InstructionSet,
+    available_isas,
+    best_build,
+    builds_for,
+    chosen_isa,
+    compiler_options,
+    library_limits,
+)
 
 AVAILABLE = [isa.name for isa in available_isas()]
 
@@ -47,3 +62,24 @@ def test_an_unknown_name_and_a_set_of_another_processor_are_refused(monkeypatch:
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
     with pytest.raises(ValueError, match=f"{ISA_VARIABLE} is 'sse9', must be one of"):
         library_limits("auto")
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS.values(), ids=lambda isa: isa.name)
+def test_a_better_build_needs_more(isa: InstructionSet) -> None:
+    for better, worse in pairwise(isa.builds):
+        assert better.needs > worse.needs
+    assert len({build.options for build in isa.builds}) == len(isa.builds)
+
+
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+def test_the_best_build_is_chosen_of_those_that_the_processor_can_run(isa: InstructionSet) -> None:
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    assert best_build(isa) == next(build for build in isa.builds if build.needs <= words)
+    assert compiler_options(isa) == best_build(isa).options
+
+
+def test_a_machine_has_builds_with_names_of_their_own() -> None:
+    assert [build.name for build in builds_for("aarch64")] == ["neon-bf16-dotprod", "neon-dotprod", "neon", "portable"]
+    names = [build.name for build in builds_for("x86_64")]
+    assert len(names) == len(set(names)) == 7
+    assert all(re.fullmatch("[a-z0-9-]+", name) for name in names)
