@@ -119,6 +119,7 @@ wheel: $(SERVING)
 lint: $(STAMP) build/names
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/buf lint protos
 	$(BIN)/mypy
 
 # The folders by the names that they are installed under, for mypy.

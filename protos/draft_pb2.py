@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spool.protos import worker_pb2 as spool_dot_worker_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspool/draft/v1/draft.proto\x12\x0espool.draft.v1\x1a\x1cspool/worker/v1/worker.proto\"\x8e\x02\n\x0c\x44raftRequest\x12-\n\x07opening\x18\x01 \x01(\x0b\x32\x1c.spool.draft.v1.DraftOpening\x12\x30\n\tsequences\x18\x03 \x03(\x0b\x32\x1d.spool.draft.v1.DraftSequence\x12\x12\n\nclosed_ids\x18\x04 \x03(\x04\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07lengths\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x08 \x03(\r\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rdraft_lengths\x18\n \x03(\r\x12\x14\n\x0cstep_seconds\x18\x0b \x01(\x02J\x04\x08\x02\x10\x03\"T\n\x0c\x44raftOpening\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x1b.spool.worker.v1.DraftGrant\"]\n\rDraftSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x37\n\nparameters\x18\x02 \x01(\x0b\x32#.spool.worker.v1.SequenceParameters\"\xa2\x01\n\tProposals\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bunknown_ids\x18\x06 \x03(\x04\x12\x13\n\x0brefused_ids\x18\x07 \x03(\x04\x12\r\n\x05\x61head\x18\x08 \x01(\x08\x12\x0f\n\x07goes_on\x18\t \x01(\x08J\x04\x08\x01\x10\x02\x32Q\n\x07\x44rafter\x12\x46\n\x07Propose\x12\x1c.spool.draft.v1.DraftRequest\x1a\x19.spool.draft.v1.Proposals(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspool/draft/v1/draft.proto\x12\x0espool.draft.v1\x1a\x1cspool/worker/v1/worker.proto\"\x8e\x02\n\x0c\x44raftRequest\x12-\n\x07opening\x18\x01 \x01(\x0b\x32\x1c.spool.draft.v1.DraftOpening\x12\x30\n\tsequences\x18\x03 \x03(\x0b\x32\x1d.spool.draft.v1.DraftSequence\x12\x12\n\nclosed_ids\x18\x04 \x03(\x04\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07lengths\x18\x06 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x08 \x03(\r\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rdraft_lengths\x18\n \x03(\r\x12\x14\n\x0cstep_seconds\x18\x0b \x01(\x02J\x04\x08\x02\x10\x03\"u\n\x0c\x44raftOpening\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x1b.spool.worker.v1.DraftGrant\x12\x1f\n\x17oldest_protocol_version\x18\x03 \x01(\r\"]\n\rDraftSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x37\n\nparameters\x18\x02 \x01(\x0b\x32#.spool.worker.v1.SequenceParameters\"\xa2\x01\n\tProposals\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bunknown_ids\x18\x06 \x03(\x04\x12\x13\n\x0brefused_ids\x18\x07 \x03(\x04\x12\r\n\x05\x61head\x18\x08 \x01(\x08\x12\x0f\n\x07goes_on\x18\t \x01(\x08J\x04\x08\x01\x10\x02\x32Q\n\x07\x44rafter\x12\x46\n\x07Propose\x12\x1c.spool.draft.v1.DraftRequest\x1a\x19.spool.draft.v1.Proposals(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUEST']._serialized_start=77
   _globals['_DRAFTREQUEST']._serialized_end=347
   _globals['_DRAFTOPENING']._serialized_start=349
-  _globals['_DRAFTOPENING']._serialized_end=433
-  _globals['_DRAFTSEQUENCE']._serialized_start=435
-  _globals['_DRAFTSEQUENCE']._serialized_end=528
-  _globals['_PROPOSALS']._serialized_start=531
-  _globals['_PROPOSALS']._serialized_end=693
-  _globals['_DRAFTER']._serialized_start=695
-  _globals['_DRAFTER']._serialized_end=776
+  _globals['_DRAFTOPENING']._serialized_end=466
+  _globals['_DRAFTSEQUENCE']._serialized_start=468
+  _globals['_DRAFTSEQUENCE']._serialized_end=561
+  _globals['_PROPOSALS']._serialized_start=564
+  _globals['_PROPOSALS']._serialized_end=726
+  _globals['_DRAFTER']._serialized_start=728
+  _globals['_DRAFTER']._serialized_end=809
 # @@protoc_insertion_point(module_scope)

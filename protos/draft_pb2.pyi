@@ -32,12 +32,14 @@ class DraftRequest(_message.Message):
     def __init__(self, opening: _Optional[_Union[DraftOpening, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[DraftSequence, _Mapping]]] = ..., closed_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftOpening(_message.Message):
-    __slots__ = ("protocol_version", "grant")
+    __slots__ = ("protocol_version", "grant", "oldest_protocol_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _worker_pb2.DraftGrant
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_worker_pb2.DraftGrant, _Mapping]] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_worker_pb2.DraftGrant, _Mapping]] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class DraftSequence(_message.Message):
     __slots__ = ("sequence_id", "parameters")

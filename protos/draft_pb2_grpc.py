@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class DrafterStub:
-    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest. One
-    that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain round. So
-    nothing is acknowledged, and nothing orders the two directions of a stream.
+    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest.
+    One that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain
+    round. So nothing is acknowledged, and nothing orders the two directions of a stream.
     """
 
     def __init__(self, channel):
@@ -45,14 +45,14 @@ class DrafterStub:
 
 
 class DrafterServicer:
-    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest. One
-    that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain round. So
-    nothing is acknowledged, and nothing orders the two directions of a stream.
+    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest.
+    One that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain
+    round. So nothing is acknowledged, and nothing orders the two directions of a stream.
     """
 
     def Propose(self, request_iterator, context):
-        """One stream for each target, for as long as its grant holds. FAILED_PRECONDITION refuses another draft epoch than the
-        worker's own, another protocol version, and a grant that a later one has replaced.
+        """One stream for each target, for as long as its grant holds. FAILED_PRECONDITION refuses another draft epoch than
+        the worker's own, another protocol version, and a grant that a later one has replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,9 +75,9 @@ def add_DrafterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Drafter:
-    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest. One
-    that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain round. So
-    nothing is acknowledged, and nothing orders the two directions of a stream.
+    """A draft worker as targets see it. A proposal is a hint: it belongs to a prefix of a sequence, named by its digest.
+    One that comes late is not found any more, one that comes twice does no harm, and one that is lost costs a plain
+    round. So nothing is acknowledged, and nothing orders the two directions of a stream.
     """
 
     @staticmethod

@@ -80,12 +80,14 @@ class SessionRequest(_message.Message):
     def __init__(self, opening: _Optional[_Union[SessionOpening, _Mapping]] = ..., submissions: _Optional[_Iterable[_Union[SequenceSubmission, _Mapping]]] = ..., cancelled_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionOpening(_message.Message):
-    __slots__ = ("gateway_id", "protocol_version")
+    __slots__ = ("gateway_id", "protocol_version", "oldest_protocol_version")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     protocol_version: int
-    def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
     __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output")
@@ -158,12 +160,14 @@ class CellLoad(_message.Message):
     def __init__(self, targets: _Optional[int] = ..., sequences_of_others: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("lease_seconds", "protocol_version")
+    __slots__ = ("lease_seconds", "protocol_version", "oldest_protocol_version")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     protocol_version: int
-    def __init__(self, lease_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, lease_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
     __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused", "prompt_logprobs", "cached_prompt_tokens", "suspicion", "fingerprints", "logits_digests", "queue_seconds")

@@ -66,8 +66,9 @@ class SchedulerServicer:
         gateway for as long as SessionOpened says, its sequences are cancelled and what they hold is freed.
 
         Messages without content keep the lease and tell the other side that one is alive; each side sends one when it had
-        nothing to say for a third of the lease, the scheduler for half a second. UNAVAILABLE ends a session whose sequences may be submitted again, to this
-        scheduler or another, with the tokens received so far; ABORTED does where another scheduler has taken over.
+        nothing to say for a third of the lease, the scheduler for half a second. UNAVAILABLE ends a session whose
+        sequences may be submitted again, to this scheduler or another, with the tokens received so far; ABORTED does where
+        another scheduler has taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,20 +1,49 @@
-"""The version of the protocol between gateways, schedulers and workers, and its check when two processes first talk.
+"""Versions of the protocol between gateways, schedulers and workers, and their check when two processes first talk.
 
-A worker and its scheduler exchange their versions in `Describe`, a gateway and its scheduler when a session opens.
-Processes of different versions do not work together: each refuses the other with a message that names both versions.
+A worker and its scheduler exchange their versions in `Describe`, a gateway and its scheduler when a session opens, a
+target and a draft worker when a stream opens. Processes that have no version in common refuse each other with a message
+that names the versions of both.
 """
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 19
-"""To be raised by one with every change of protos/ or of its meaning that the other side must know of.
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """From the oldest to the newest that a process speaks."""
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        return f"version {self.newest}" if self.oldest == self.newest else f"versions {self.oldest} to {self.newest}"
+
+
+SPOKEN = Versions(20, 20)
+"""`newest` is raised by one with every change of protos/ or of its meaning. Where processes of the version before still
+understand what is sent, as they do if fields are only added, `oldest` stays; else it becomes `newest`.
 
 Releases without a version count as version 0.
 """
 
 
-def version_conflict(peer: str, theirs: int, own: str, ours: int) -> str | None:
-    """Why two processes cannot work together, in words; None where their versions are equal."""
-    if theirs == ours:
+class Announced(Protocol):
+    """A message that says what its sender speaks; `oldest_protocol_version` 0 is the same as `protocol_version`."""
+
+    @property
+    def protocol_version(self) -> int: ...
+
+    @property
+    def oldest_protocol_version(self) -> int: ...
+
+
+def version_conflict(peer: str, announced: Announced, own: str, ours: Versions) -> str | None:
+    """Why two processes cannot work together, in words; None where they have a version in common."""
+    newest = announced.protocol_version
+    theirs = Versions(announced.oldest_protocol_version or newest, newest)
+    if theirs.oldest <= ours.newest and ours.oldest <= theirs.newest:
         return None
-    return f"{peer} speaks protocol version {theirs}, {own} speaks version {ours}: both must be of the same release"
+    return f"{peer} speaks protocol {theirs}, {own} speaks {ours}: their releases must be neighbours"

@@ -21,7 +21,7 @@ from spool.services.backend.session_codec import request_from_wire, write_end, w
 from spool.services.observability.request_ids import LONGEST_REQUEST_ID
 from spool.services.rpc.backoff import require_positive
 from spool.services.rpc.conversion import to_wire
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.rpc.protocol_version import SPOKEN, version_conflict
 from spool.services.scheduler.service import SchedulerService, SchedulerStoppedError, ServiceClosedError
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,9 @@ class GatewaySession:
     async def _write(self, write: Callable[[scheduler_pb2.SessionReply], Awaitable[None]]) -> None:
         await self._opened.wait()
         opened = scheduler_pb2.SessionOpened(
-            lease_seconds=self._options.lease_seconds, protocol_version=PROTOCOL_VERSION
+            lease_seconds=self._options.lease_seconds,
+            protocol_version=SPOKEN.newest,
+            oldest_protocol_version=SPOKEN.oldest,
         )
         await write(self._reply(opened=opened))
         while True:
@@ -243,7 +245,7 @@ class GatewaySession:
 
     def _open(self, opening: scheduler_pb2.SessionOpening) -> None:
         self.gateway_id = opening.gateway_id
-        conflict = version_conflict("the gateway", opening.protocol_version, "this scheduler", PROTOCOL_VERSION)
+        conflict = version_conflict("the gateway", opening, "this scheduler", SPOKEN)
         if conflict is not None:
             logger.error("session of gateway %s: %s", self.gateway_id, conflict)
             raise SessionEndedError(grpc.StatusCode.FAILED_PRECONDITION, conflict)

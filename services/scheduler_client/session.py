@@ -11,7 +11,7 @@ import grpc.aio
 from spool.protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from spool.services.backend.interface import BackendUnavailableError
 from spool.services.rpc.errors import rpc_reason
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.rpc.protocol_version import SPOKEN, version_conflict
 from spool.services.rpc.replies import readable
 from spool.services.rpc.supervision import is_cancelled
 from spool.services.scheduler_client.remote_stream import RemoteStream
@@ -147,7 +147,11 @@ class ClientSession:
             call.cancel()
 
     async def _requests(self) -> AsyncIterator[scheduler_pb2.SessionRequest]:
-        opening = scheduler_pb2.SessionOpening(gateway_id=self._gateway_id, protocol_version=PROTOCOL_VERSION)
+        opening = scheduler_pb2.SessionOpening(
+            gateway_id=self._gateway_id,
+            protocol_version=SPOKEN.newest,
+            oldest_protocol_version=SPOKEN.oldest,
+        )
         yield scheduler_pb2.SessionRequest(opening=opening)
         while True:
             try:
@@ -175,6 +179,6 @@ class ClientSession:
 
 
 def _check_version(opened: scheduler_pb2.SessionOpened) -> None:
-    conflict = version_conflict("the scheduler", opened.protocol_version, "this gateway", PROTOCOL_VERSION)
+    conflict = version_conflict("the scheduler", opened, "this gateway", SPOKEN)
     if conflict is not None:
         raise VersionConflictError(conflict)

@@ -18,7 +18,7 @@ from spool.protos import worker_pb2, worker_pb2_grpc
 from spool.services.rpc.call_guards import guards
 from spool.services.rpc.channel_options import MAX_MESSAGE_BYTES, WORKER_SERVER_OPTIONS
 from spool.services.rpc.channel_security import ChannelSecurity
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.rpc.protocol_version import SPOKEN, version_conflict
 from spool.services.worker.step_streams import Steps, StepStreams
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class BaseWorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Describe(  # noqa: N802
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerDescription:
-        conflict = version_conflict("the scheduler", request.protocol_version, "this worker", PROTOCOL_VERSION)
+        conflict = version_conflict("the scheduler", request, "this worker", SPOKEN)
         if conflict is not None:
             logger.error("%s", conflict)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, conflict)

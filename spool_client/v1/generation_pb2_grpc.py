@@ -127,8 +127,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Replay(self, request_iterator, context):
-        """Computes receipts again on the targets that serve, many at once; an answer to each, as soon as it is known. A server
-        takes those that it has signed, so it needs a key for receipts.
+        """Computes receipts again on the targets that serve, many at once; an answer to each, as soon as it is known. A
+        server takes those that it has signed, so it needs a key for receipts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, streaming
 from spool.protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from spool.services.rpc.channel_security import ChannelSecurity
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from tests.hosts.hosts import MACHINE, Host, Network, missing
 from tests.k8s.manifests import K8S
 from tests.support.certificates import issue
@@ -318,7 +318,7 @@ def test_strangers_get_nothing(cell: Cell) -> None:
                 (scheduler_pb2_grpc.SchedulerStub(channel).Status, scheduler_pb2.StatusRequest()),
                 (
                     worker_pb2_grpc.WorkerStub(channel).Describe,
-                    worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
+                    worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest),
                 ),
             ):
                 try:

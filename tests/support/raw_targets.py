@@ -13,14 +13,14 @@ import pytest
 
 from spool.protos import draft_pb2, worker_pb2
 from spool.scheduler.state.digests import DigestedTokens
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, WELCOME
 from tests.support.waiting import LONG
 
 Message = draft_pb2.DraftRequest | bytes
 
 
-def opening(grant: worker_pb2.DraftGrant, protocol_version: int = PROTOCOL_VERSION) -> draft_pb2.DraftRequest:
+def opening(grant: worker_pb2.DraftGrant, protocol_version: int = SPOKEN.newest) -> draft_pb2.DraftRequest:
     return draft_pb2.DraftRequest(opening=draft_pb2.DraftOpening(protocol_version=protocol_version, grant=grant))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from spool.protos import worker_pb2
 from spool.scheduler.errors import SpoolError
-from spool.services.rpc.protocol_version import version_conflict
+from spool.services.rpc.protocol_version import Versions, version_conflict
 from spool.services.rpc.worker_codec import ROLES
 
 _SAME_ON_TARGETS = ("model_id", "dtype", "kv_cache_dtype", "quantization", "vocabulary_size")
@@ -70,9 +70,9 @@ def _check_draft(
         )
 
 
-def check_version(name: str, description: worker_pb2.WorkerDescription, ours: int) -> None:
-    """Raises PairingError unless the worker speaks the version of the protocol that this scheduler does."""
-    conflict = version_conflict(f"worker {name}", description.protocol_version, "this scheduler", ours)
+def check_version(name: str, description: worker_pb2.WorkerDescription, ours: Versions) -> None:
+    """Raises PairingError unless the worker speaks a version of the protocol that this scheduler speaks."""
+    conflict = version_conflict(f"worker {name}", description, "this scheduler", ours)
     if conflict is not None:
         raise PairingError(conflict)
 

@@ -25,7 +25,7 @@ from spool.services.rpc.backoff import Backoff, require_positive
 from spool.services.rpc.channel_security import ChannelSecurity
 from spool.services.rpc.conversion import from_wire
 from spool.services.rpc.errors import rpc_details, rpc_reason
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.rpc.replies import readable
 from spool.services.rpc.supervision import SupervisedTask, is_cancelled
 from spool.services.rpc.worker_codec import (
@@ -244,7 +244,7 @@ class WorkerLink:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise PairingError(f"{name} refuses this scheduler: {rpc_details(error)}") from error
             raise WorkerUnreachableError(f"{name} does not answer: {rpc_reason(error)}") from error
-        check_version(endpoint.worker_id, description, PROTOCOL_VERSION)
+        check_version(endpoint.worker_id, description, SPOKEN)
         check_role(endpoint.worker_id, ROLES.to_wire(endpoint.role), description)
         try:
             spec_from_wire(endpoint.worker_id, description)
@@ -306,7 +306,7 @@ class WorkerLink:
     async def _ask(self) -> worker_pb2.WorkerDescription:
         """Raises AioRpcError."""
         description: worker_pb2.WorkerDescription | None = await self._stub.Describe(
-            worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
+            worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest, oldest_protocol_version=SPOKEN.oldest),
             timeout=self._options.connect_timeout,
             wait_for_ready=True,
             metadata=self._metadata,

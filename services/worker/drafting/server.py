@@ -13,7 +13,7 @@ from spool.protos import draft_pb2_grpc, worker_pb2
 from spool.scheduler.messages import Role
 from spool.services.rpc.channel_security import ChannelSecurity
 from spool.services.rpc.conversion import to_wire
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.rpc.worker_codec import ROLES
 from spool.services.worker.base_server import BaseWorkerServer, step_thread
 from spool.services.worker.drafting.batcher import Batcher
@@ -70,7 +70,8 @@ class DraftServer(BaseWorkerServer):
             worker_epoch=self.worker_epoch,
             free_pages=self._draft.pool.free_pages,
             process_id=os.getpid(),
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.newest,
+            oldest_protocol_version=SPOKEN.oldest,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from spool.protos import draft_pb2, draft_pb2_grpc, worker_pb2
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from spool.services.rpc.protocol_version import SPOKEN, version_conflict
 from spool.services.worker.drafting.batcher import Batcher
 from spool.services.worker.drafting.frame_listener import FrameListener
 from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, frame_of
@@ -105,8 +105,8 @@ class DrafterService(draft_pb2_grpc.DrafterServicer):
             raise BadMessageError(f"no opening came within {_OPENING_SECONDS:g} s", "DEADLINE_EXCEEDED") from None
         if first is None or not first.HasField("opening"):
             raise BadMessageError("opening is absent, must be in the first message of a stream")
-        version, grant = first.opening.protocol_version, first.opening.grant
-        conflict = version_conflict("the target", version, "this draft worker", PROTOCOL_VERSION)
+        grant = first.opening.grant
+        conflict = version_conflict("the target", first.opening, "this draft worker", SPOKEN)
         if conflict is not None:
             raise BadMessageError(conflict, "FAILED_PRECONDITION")
         if self.draining:

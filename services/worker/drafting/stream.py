@@ -16,7 +16,7 @@ from spool.protos import draft_pb2, draft_pb2_grpc, worker_pb2
 from spool.services.rpc.backoff import require_positive
 from spool.services.rpc.channel_security import ChannelSecurity
 from spool.services.rpc.errors import reason_of
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.worker.drafting.frames import FRAMES_METADATA_KEY, FrameConnection
 from spool.services.worker.drafting.mailbox import Mailbox
 from spool.services.worker.drafting.messages import answers_from_wire
@@ -127,7 +127,9 @@ class DraftStream:
     def _serve(self) -> None:
         """One stream, to its end."""
         outgoing: SimpleQueue[draft_pb2.DraftRequest | None] = SimpleQueue()
-        opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=self._grant)
+        opening = draft_pb2.DraftOpening(
+            protocol_version=SPOKEN.newest, oldest_protocol_version=SPOKEN.oldest, grant=self._grant
+        )
         outgoing.put(draft_pb2.DraftRequest(opening=opening))
         with self._security.open_blocking_channel(self._grant.address, self._options.silence_timeout) as channel:
             stub = draft_pb2_grpc.DrafterStub(channel)

@@ -11,7 +11,7 @@ import pytest
 
 from spool.protos import scheduler_pb2, scheduler_pb2_grpc
 from spool.scheduler.messages import Role
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.scheduler.server import SchedulerServer
 from spool.services.scheduler.service import SchedulerService
 from spool.services.scheduler.session import SessionOptions
@@ -86,7 +86,7 @@ async def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
 async def test_a_gateway_that_falls_silent_is_counted() -> None:
     async def silence() -> AsyncIterator[scheduler_pb2.SessionRequest]:
         yield scheduler_pb2.SessionRequest(
-            opening=scheduler_pb2.SessionOpening(gateway_id="silent", protocol_version=PROTOCOL_VERSION)
+            opening=scheduler_pb2.SessionOpening(gateway_id="silent", protocol_version=SPOKEN.newest)
         )
         await asyncio.Event().wait()
 

@@ -15,7 +15,7 @@ from spool.scheduler.config import SchedulerConfig
 from spool.scheduler.messages import RefusalCause, Role
 from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
     SESSIONS,
@@ -49,7 +49,7 @@ def submission(request_id: int, count: int, **fields: object) -> scheduler_pb2.S
 
 
 def opening(*submissions: scheduler_pb2.SequenceSubmission) -> scheduler_pb2.SessionRequest:
-    first = scheduler_pb2.SessionOpening(gateway_id="raw", protocol_version=PROTOCOL_VERSION)
+    first = scheduler_pb2.SessionOpening(gateway_id="raw", protocol_version=SPOKEN.newest)
     return scheduler_pb2.SessionRequest(opening=first, submissions=submissions)
 
 

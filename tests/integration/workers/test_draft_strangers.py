@@ -20,7 +20,7 @@ from spool.engine.settings import EngineSettings
 from spool.protos import draft_pb2, worker_pb2, worker_pb2_grpc
 from spool.scheduler.state.digests import EMPTY_DIGEST
 from spool.services.rpc.channel_security import ChannelSecurity
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.worker.drafting import frame_listener, service
 from spool.services.worker.drafting.frames import SECRET_BYTES
 from spool.services.worker.drafting.limits import MAX_DRAFT_LENGTH, MAX_FRAME_BYTES, MAX_OPENED_TOKENS, MAX_SEQUENCES
@@ -114,10 +114,10 @@ def test_only_grants_that_hold_are_let_in(running: RunningDraft) -> None:
             return target.end()
 
     grant = running.grant(target_id="fenced", scheduler_epoch=7, number=3)
-    code, said = refusal(opening(grant, PROTOCOL_VERSION + 1))
+    code, said = refusal(opening(grant, SPOKEN.newest + 1))
     assert code is FAILED
-    assert str(PROTOCOL_VERSION + 1) in said
-    assert str(PROTOCOL_VERSION) in said
+    assert str(SPOKEN.newest + 1) in said
+    assert str(SPOKEN.newest) in said
     other = worker_pb2.DraftGrant()
     other.CopyFrom(grant)
     other.draft_epoch += 1
@@ -236,7 +236,7 @@ def test_schedulers_get_signs_of_life_alone(folder: Path) -> None:
     ok, invalid = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_INVALID
     with running_draft(lambda: load(folder)) as draft, grpc.insecure_channel(draft.address) as channel:
         stub, epoch = worker_pb2_grpc.WorkerStub(channel), draft.server.worker_epoch
-        description = stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION))
+        description = stub.Describe(worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest))
         assert (description.role, description.worker_epoch) == (worker_pb2.ROLE_DRAFT, epoch)
         assert (description.vocabulary_size, description.free_pages) == (VOCABULARY, PAGES)
         cases = [

@@ -32,7 +32,7 @@ from spool.scheduler.sampling import Grammar, SamplingParameters
 from spool.scheduler.state.digests import DigestedTokens
 from spool.services.launch.launcher import WorkerLaunch, WorkerLauncher
 from spool.services.rpc.conversion import to_wire
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.worker.drafting.batcher import Batcher
 from spool.services.worker.drafting.frame_listener import FrameListener
 from spool.services.worker.drafting.frames import SECRET_BYTES
@@ -399,7 +399,7 @@ def test_a_draft_with_nothing_to_do_proposes_ahead_of_likely_verdicts(folder: Pa
             assert found == expected
             assert not message.goes_on
 
-        opening = draft_pb2.DraftOpening(protocol_version=PROTOCOL_VERSION, grant=draft.grant())
+        opening = draft_pb2.DraftOpening(protocol_version=SPOKEN.newest, grant=draft.grant())
         outgoing.put(draft_pb2.DraftRequest(opening=opening))
         outgoing.put(asking(sequences, told))
         answer = next(messages)
@@ -448,7 +448,7 @@ def test_what_was_computed_ahead_for_a_target_that_died_is_freed(folder: Path) -
             one.commit(5)
             call = draft_pb2_grpc.DrafterStub(channel).Propose(iter(requests.get, None))
             opening = draft_pb2.DraftOpening(
-                protocol_version=PROTOCOL_VERSION, grant=draft.grant(target_id=f"target-{number}")
+                protocol_version=SPOKEN.newest, grant=draft.grant(target_id=f"target-{number}")
             )
             requests.put(draft_pb2.DraftRequest(opening=opening))
             requests.put(asking([one], {}))
@@ -492,7 +492,7 @@ async def test_a_draft_process_that_is_stopped_is_lost_and_serves_again_when_it_
     async with WorkerLauncher([WorkerLaunch(Role.DRAFT, settings)]) as launcher:
         worker = launcher.workers[0]
         with grpc.insecure_channel(worker.address) as channel:
-            request = worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION)
+            request = worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest)
             epoch = worker_pb2_grpc.WorkerStub(channel).Describe(request).worker_epoch
         grant = worker_pb2.DraftGrant(address=worker.address, draft_epoch=epoch, number=1, target_id="target-0")
         with closing(RemoteProposer(VOCABULARY)) as proposer:

@@ -23,7 +23,7 @@ from spool.scheduler.state.digests import EMPTY_DIGEST
 from spool.services.backend.sequence_stream import SequenceFailedError
 from spool.services.launch.child_process import ChildProcess, Command
 from spool.services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.scheduler.service import SchedulerService
 from spool.services.scheduler.workers.worker_link import WorkerEndpoint
 from tests.support.cells import LINKS
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 PROCESSORS = os.sched_getaffinity(0)
 PROMPT = [5, 6, 7, 8, 9]
-DESCRIBE = worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION)
+DESCRIBE = worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest)
 
 
 def stand_in(role: Role, name: str = "", **settings: Any) -> WorkerLaunch:

@@ -1,4 +1,5 @@
-"""Processes of different releases: each pair refuses to work together, and both say which versions they speak."""
+"""Processes of different releases work together where they have a version of the protocol in common. Else they refuse
+each other, and both say which versions they speak."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import pytest
 from spool.protos import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from spool.scheduler.messages import Role
 from spool.services.backend.interface import BackendUnavailableError
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN, Versions
 from spool.services.scheduler_client.cell_link import ClientOptions
 from spool.services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import Whereabouts, all_in_use, check, client, running_cell, running_scheduler, running_worker
 from tests.support.waiting import LONG, until
 
-OTHERS = [0, PROTOCOL_VERSION + 1]
+OTHERS = [0, SPOKEN.newest + 1]
+NEXT = Versions(SPOKEN.newest, SPOKEN.newest + 1)
 IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05)
 
 
@@ -30,11 +32,11 @@ SPEAKERS = {
 }
 
 
-def speak(monkeypatch: pytest.MonkeyPatch, who: str, version: int) -> None:
+def speak(monkeypatch: pytest.MonkeyPatch, who: str, versions: Versions) -> None:
     """Version 0 stands for releases that check no version either."""
     for module in SPEAKERS[who]:
-        monkeypatch.setattr(f"{module}.PROTOCOL_VERSION", version)
-        if not version:
+        monkeypatch.setattr(f"{module}.SPOKEN", versions)
+        if not versions.newest:
             for name in ("version_conflict", "check_version"):
                 monkeypatch.setattr(f"{module}.{name}", lambda *_: None, raising=False)
 
@@ -49,26 +51,35 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
         while True:
             with pytest.raises(BackendUnavailableError) as caught:
                 await backend.statuses()
-            if both_named(str(caught.value), version, PROTOCOL_VERSION):
+            if both_named(str(caught.value), version, SPOKEN.newest):
                 return
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("newer", SPEAKERS)
+async def test_releases_with_a_version_in_common_work_together(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is of the next release, the others are of this one."""
+    speak(monkeypatch, newer, NEXT)
+    resolve = Whereabouts()
+    async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve), client(resolve) as backend:
+        await asyncio.wait_for(check(backend, 1, 10), LONG)
+
+
 @pytest.mark.parametrize("version", OTHERS)
 async def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    speak(monkeypatch, "worker", version)
+    speak(monkeypatch, "worker", Versions(version, version))
     async with (
         running_cell(drafts=0, targets=0) as cell,
         running_worker("target-0", Role.TARGET, cell.resolve) as worker,
     ):
-        await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
+        await until(lambda: both_named(worker.registration.reason, version, SPOKEN.newest))
         assert not worker.registration.in_use
         (status,) = cell.server.status().workers
         assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
-        assert both_named(status.reason, version, PROTOCOL_VERSION)
+        assert both_named(status.reason, version, SPOKEN.newest)
         assert not cell.service.workers.up
         # A release of the scheduler that fits takes the worker.
-        speak(monkeypatch, "worker", PROTOCOL_VERSION)
+        speak(monkeypatch, "worker", SPOKEN)
         await all_in_use([worker])
 
 
@@ -81,9 +92,9 @@ async def test_whoever_names_no_version_gets_no_description() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert both_named(caught.value.details() or "", 0, PROTOCOL_VERSION)
-        described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=LONG)
-        assert described.protocol_version == PROTOCOL_VERSION
+        assert both_named(caught.value.details() or "", 0, SPOKEN.newest)
+        described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest), timeout=LONG)
+        assert described.protocol_version == SPOKEN.newest
 
 
 @pytest.mark.parametrize("version", OTHERS)
@@ -93,13 +104,13 @@ async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_t
 ) -> None:
     def named(record: logging.LogRecord) -> bool:
         return record.name == "spool.services.scheduler_client.cell_link" and both_named(
-            record.getMessage(), version, PROTOCOL_VERSION
+            record.getMessage(), version, SPOKEN.newest
         )
 
     resolve = Whereabouts()
     async with client(resolve, options=IMPATIENT) as backend:
         with monkeypatch.context() as patch:
-            speak(patch, other, version)
+            speak(patch, other, Versions(version, version))
             async with running_scheduler(resolve):
                 submitted = asyncio.create_task(check(backend, 1, 10))
                 await until(lambda: any(named(record) for record in caplog.records))

@@ -91,9 +91,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(cache: Path) -> No
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "none"))
-    with pytest.raises(
-        UnsupportedProcessorError, match="no C compiler, .*: install gcc or clang, or a wheel that holds"
-    ):
+    with pytest.raises(UnsupportedProcessorError, match="install gcc or clang, or a wheel that holds"):
         load_cpu_kernels(torch.bfloat16, lambda *_: None)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from spool.protos import draft_pb2
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.worker.drafting.remote import RemoteProposer
 from spool.services.worker.drafting.stream import StreamOptions
 from tests.support.draft_servers import Answered, PlayedSequence, ScriptedDrafter, answer_of, offer, take
@@ -33,7 +33,7 @@ def connected(drafter: ScriptedDrafter, options: StreamOptions = OPTIONS) -> Ite
     with closing(RemoteProposer(VOCABULARY, options=options)) as proposer:
         proposer.set_grant(drafter.grant())
         wait_until(lambda: proposer.connected, "the stream is there", pause=0.01)
-        assert drafter.requests.get(timeout=LONG).opening.protocol_version == PROTOCOL_VERSION
+        assert drafter.requests.get(timeout=LONG).opening.protocol_version == SPOKEN.newest
         yield proposer
 
 

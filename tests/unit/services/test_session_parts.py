@@ -15,7 +15,7 @@ from spool.services.backend.interface import BackendUnavailableError, DeadlineEx
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from spool.services.backend.session_codec import read_end, request_from_wire, write_end
 from spool.services.rpc.conversion import to_wire
-from spool.services.rpc.protocol_version import PROTOCOL_VERSION
+from spool.services.rpc.protocol_version import SPOKEN
 from spool.services.scheduler.service import SchedulerService
 from spool.services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
 
@@ -27,7 +27,7 @@ def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
     sizes: list[int] = []
 
     async def requests(ended: asyncio.Event) -> AsyncIterator[scheduler_pb2.SessionRequest]:
-        opening = scheduler_pb2.SessionOpening(protocol_version=PROTOCOL_VERSION)
+        opening = scheduler_pb2.SessionOpening(protocol_version=SPOKEN.newest)
         numbers = range(1, count + 1)
         submissions = [scheduler_pb2.SequenceSubmission(request_id=n, prompt=[1], max_tokens=1) for n in numbers]
         yield scheduler_pb2.SessionRequest(opening=opening, submissions=submissions)
