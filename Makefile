@@ -5,6 +5,8 @@
 #              with addresses of their own, which lose links and die. Both need root, and are among the long tests
 # make wheel   builds the wheels of both distributions in dist/, with CPU kernels compiled for processors of MACHINE
 #              (x86_64 or aarch64; for another than this one, with MACHINE-linux-gnu-gcc)
+# make release what a release consists of: wheels, sources, image, bill of materials, checksums and notes; release-files
+#              leaves out the image
 # make lint    style and types
 # make lines   counts lines of code by room, at HEAD and at COMMITS
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
@@ -25,6 +27,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
 COMMITS ?=
+BASE ?=
 THIS_MACHINE := $(shell uname -m)
 MACHINE ?= $(THIS_MACHINE)
 
@@ -47,9 +50,10 @@ WHEEL := $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir d
 COMPILED := spool.deploy.cli.serve, spool.deploy.ray_app.application, spool.engine.models.loading, transformers.models.llama.modeling_llama
 COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --no-emit-package spool-client --python $(BIN)/python
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim wheel lint lines format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim wheel release release-files lint lines format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -115,6 +119,23 @@ wheel: $(SERVING)
 	SPOOL_WHEEL_MACHINE=$(MACHINE) $(if $(filter-out $(THIS_MACHINE),$(MACHINE)),CC=$(MACHINE)-linux-gnu-gcc) \
 		$(WHEEL) --verbose --config-settings=--build-option=--plat-name=manylinux_2_28_$(MACHINE) .
 	$(WHEEL) ./spool_client
+
+# Needs podman and a compiler for aarch64; BASE is another base image of k8s/Dockerfile.
+release: release-files
+	podman build -f k8s/Dockerfile -t spool:$(VERSION)-cpu $(if $(BASE),--build-arg BASE=$(BASE)) .
+	podman save --format oci-archive -o dist/spool-$(VERSION)-cpu.tar spool:$(VERSION)-cpu
+	cd dist && sha256sum * > SHA256SUMS
+
+release-files: $(STAMP)
+	rm -rf dist
+	$(MAKE) wheel MACHINE=x86_64
+	$(MAKE) wheel MACHINE=aarch64
+	$(BIN)/uv build --quiet --sdist --no-build-isolation --python $(BIN)/python --out-dir dist .
+	$(BIN)/uv build --quiet --sdist --no-build-isolation --python $(BIN)/python --out-dir dist spool_client
+	$(BIN)/uv tool run --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py requirements requirements.lock \
+		--output-file dist/spool-serve-$(VERSION).cdx.json
+	awk '/^## / { sections++ } sections == 1' CHANGELOG.md > dist/NOTES.md
+	cd dist && sha256sum * > SHA256SUMS
 
 lint: $(STAMP) build/names
 	$(BIN)/ruff check
