@@ -16,7 +16,8 @@ def main() -> None:
     # Modules that are being imported may swallow KeyboardInterrupt, or print it; until a command runs, nothing is open.
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
-    if sys.argv[1:] in ([], ["--help"], ["--version"]):
+    # A shell that completes words asks by this variable.
+    if sys.argv[1:] in ([], ["--help"], ["--version"]) and "_SPOOL_COMPLETE" not in os.environ:
         from spool.deploy.cli.overview import show
 
         show((sys.argv[1:] or ["--help"])[0])

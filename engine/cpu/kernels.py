@@ -396,6 +396,7 @@ class CpuKernels:
 
 def _sizes(layer: LayerKv) -> tuple[int, ...]:
     """As functions over pages take them."""
+    assert layer.head_dim % (2 * LANES) == 0 == layer.page_size % LANES, "kernels would read beyond the page"
     return layer.kv_heads, layer.head_dim, layer.page_size, layer.value_pages, layer.quantized
 
 

@@ -131,7 +131,7 @@ def test_output_is_that_of_generate(
         assert any(a < drafted for output in outputs.values() for drafted, a in output.rounds)
 
 
-@pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama-padded"], indirect=True)
 def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetEngine) -> None:
     """With the target as its own draft everything is accepted, so the end comes in the middle of a run."""
     perfect = load_draft_engine(pair.settings["target"], lambda *_: None)
@@ -149,7 +149,7 @@ def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetEngine)
     assert cut_short > 0
 
 
-@pytest.mark.parametrize("pair", ["llama-torch"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama-padded"], indirect=True)
 def test_no_stop_token_comes_too_early(pair: Pair, target: TargetEngine, draft: DraftEngine) -> None:
     """The end is put off in the middle of a run of draft tokens as well."""
     min_tokens, ends = 11, frozenset([pair.stop_token])

@@ -16,7 +16,8 @@ import pytest
 
 from spool.engine.cpu.compiler import ELEMENTS, FLAGS, SOURCES, Flavour
 from spool.engine.cpu.isa import builds_for
-from tests.engine.test_kernel_program import CROSS_COMPILER, EMULATOR, GOLDEN, PROGRAM
+from tests.engine.test_kernel_program import GOLDEN, PROGRAM
+from tests.support.cpu_kernels import CROSS_COMPILER, EMULATOR
 from tests.support.wheels import built_from, copied_sources
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]

@@ -52,7 +52,7 @@ SAMPLINGS = (
     SamplingParameters(temperature=0.8, seed=5),
     SamplingParameters(repetition_penalty=1.3, seed=6),
 )
-PAGE_SIZE = 4
+PAGE_SIZE = 16
 PAGES = 200
 
 
@@ -267,7 +267,7 @@ def test_ended_sequences_and_streams_free_their_pages(folder: Path) -> None:
 def test_pages_go_to_others_where_nobody_asks_for_a_sequence_any_more(folder: Path) -> None:
     """With pages for three of four."""
     oracle = Oracle(folder)
-    sequences = [PlayedSequence(number, range(number, number + 12)) for number in range(1, 5)]
+    sequences = [PlayedSequence(number, range(number, number + 60)) for number in range(1, 5)]
     for one in sequences:
         one.commit(1)
     with (
@@ -295,7 +295,7 @@ def test_pages_go_to_others_where_nobody_asks_for_a_sequence_any_more(folder: Pa
 
 def test_sequences_without_pages_are_refused_and_others_go_on(folder: Path) -> None:
     oracle = Oracle(folder)
-    sequences = [PlayedSequence(number, range(number, number + 12)) for number in range(1, 5)]
+    sequences = [PlayedSequence(number, range(number, number + 60)) for number in range(1, 5)]
     with (
         closing(RemoteProposer(VOCABULARY)) as proposer,
         running_draft(lambda: load(folder, kv_pages=3 * 4), prefix_cache=False) as draft,
@@ -444,7 +444,7 @@ def test_what_was_computed_ahead_for_a_target_that_died_is_freed(folder: Path) -
 
         def opened(number: int) -> tuple[Any, int]:
             """A target's stream once the draft has nothing to do any more, and the pages that are free then."""
-            requests, one = SimpleQueue[draft_pb2.DraftRequest | None](), PlayedSequence(1, range(number, number + 9))
+            requests, one = SimpleQueue[draft_pb2.DraftRequest | None](), PlayedSequence(1, range(number, number + 45))
             one.commit(5)
             call = draft_pb2_grpc.DrafterStub(channel).Propose(iter(requests.get, None))
             opening = draft_pb2.DraftOpening(

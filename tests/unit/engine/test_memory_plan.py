@@ -122,8 +122,9 @@ def test_passes_compute_logits_of_no_more_rows_than_are_planned() -> None:
     model.get_output_embeddings().register_forward_hook(lambda _, __, logits: computed.append(logits.shape[1]))
 
     def parts() -> tuple[EngineDescription, ModelRunner, PagePool]:
-        kv = PagedKv(2, 1200, 16, config.num_key_value_heads, config.head_dim, torch.float32, cpu)
-        backend = KernelBackend(compiled_kernels(torch.float32), 16)
+        kernels = compiled_kernels(torch.float32)
+        shape, backend = KvShape.of(config).for_kernels(kernels), KernelBackend(kernels, 16)
+        kv = PagedKv(2, 1200, 16, shape.kv_heads, shape.head_dim, torch.float32, cpu)
         described = EngineDescription("tiny", b"", VOCABULARY, "float32", "cpu", 16, 1200, 4096, 2048)
         return described, ModelRunner(model, kv, backend, (8, 500, 600, 2048)), PagePool(1200, 16)
 
