@@ -24,8 +24,8 @@ from spool.engine.passes.runner import ModelRunner
 _PROBE_SEED = 20251022
 # A set of row counts that ends below this cannot verify a draft of usual length.
 _MIN_USEFUL_ROWS = 16
-# Length, and how many of the last positions are compared; long enough for a pass of the usual largest size.
-_PROBE_SEQUENCES = ((200, 30), (75, 75), (40, 40), (9, 9))
+# Length, and how many of the last positions are compared. The longest ones are cut where attention on GPUs cuts them.
+_PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 
 MakeRunner = Callable[[PagePool, Sequence[int]], ModelRunner]
 
