@@ -147,7 +147,7 @@ def documented_programs(own: OwnRay) -> dict[str, list[str]]:
     texts = [textwrap.dedent(block).strip() for block in blocks]
     programs = {text.split()[0]: ["bash", "-c", text] for text in texts if text.startswith("curl ")}
     programs |= {text.split()[1]: [sys.executable, "-c", text] for text in texts if "import " in text}
-    assert sorted(programs) == ["curl", "openai", "spool_client"]
+    assert sorted(programs) == ["curl", "openai", "spool.client"]
     return programs
 
 
