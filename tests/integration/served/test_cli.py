@@ -180,7 +180,7 @@ def test_verify_finds_speculation_exact(folder: Path, where: str) -> None:
     for policy, outcome in summary["policies"].items():
         assert outcome["compared_logits"] == outcome["equal_logits"] == 60
         assert outcome["first_divergence"] is None
-        # AUTO may find that drafts do not pay off within so few tokens, and those of busy workers may all come too late.
+        # AUTO may find that drafts do not pay off within so few tokens; those of busy workers may all come too late.
         assert policy == "auto" or where == "workers" or outcome["statistics"]["accepted"] > 0
     assert "exspec: 5 of 5 texts are those of plain decoding, 60 of 60 logits" in ended.err
 
