@@ -124,7 +124,7 @@ wheel: $(SERVING)
 release: release-files
 	podman build -f k8s/Dockerfile -t spool:$(VERSION)-cpu $(if $(BASE),--build-arg BASE=$(BASE)) .
 	podman save --format oci-archive -o dist/spool-$(VERSION)-cpu.tar spool:$(VERSION)-cpu
-	cd dist && sha256sum * > SHA256SUMS
+	cd dist && rm -f SHA256SUMS && sha256sum *.* > SHA256SUMS
 
 release-files: $(STAMP)
 	rm -rf dist
@@ -135,7 +135,7 @@ release-files: $(STAMP)
 	$(BIN)/uv tool run --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py requirements requirements.lock \
 		--output-file dist/spool-serve-$(VERSION).cdx.json
 	awk '/^## / { sections++ } sections == 1' CHANGELOG.md > dist/NOTES.md
-	cd dist && sha256sum * > SHA256SUMS
+	cd dist && rm -f SHA256SUMS && sha256sum *.* > SHA256SUMS
 
 lint: $(STAMP) build/names
 	$(BIN)/ruff check

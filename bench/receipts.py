@@ -71,16 +71,7 @@ def main() -> None:
         jobs = make_jobs(several, ready.tokenizer, sampling, ready.max_positions)
         file = Path(scratch) / "receipts.jsonl"
         turns = asyncio.run(generate(settings, jobs, given.turns, reporter, file))
-        command = [
-            sys.executable,
-            "-m",
-            "spool.deploy.cli.main",
-            "replay",
-            file,
-            "--target",
-            given.target,
-            "--json",
-        ]
+        command = [sys.executable, "-m", "spool.deploy.cli.main", "replay", file, "--target", given.target, "--json"]
         replayed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     tokens = sum(job.max_tokens for job in jobs)
     plain, digested = (median(each) for each in zip(*turns, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from bench.core_speed import Pace
@@ -127,9 +127,7 @@ def _wait_until(end: float) -> None:
         time.sleep(0)
 
 
-def load(
-    arguments: WorkerArguments, progress: Progress, make_target: Callable[..., PacedTarget] = PacedTarget
-) -> Serve:
+def load(arguments: WorkerArguments, progress: Progress) -> Serve:
     """A target drafts by itself with `inside`; otherwise a draft worker may serve it."""
     settings = arguments.settings
     given = Pace(**settings["pace"]), settings["agreement"], settings["second"], settings["batch"]
@@ -137,8 +135,8 @@ def load(
         return serving_draft(PacedDraft(*given), prefix_cache=False, ahead=settings["ahead"])
     if settings["inside"]:
         own = InsideDrafting(ModelDrafting(PacedDraft(*given), prefix_cache=False))
-        return serving(StepExecutor(make_target(*given, "paced"), proposer=Proposers(draft=own)))
-    target = make_target(*given)
+        return serving(StepExecutor(PacedTarget(*given, "paced"), proposer=Proposers(draft=own)))
+    target = PacedTarget(*given)
     remote = RemoteProposer(target.description.vocabulary_size, arguments.security)
     return serving(StepExecutor(target, proposer=Proposers(draft=remote), remote=remote))
 

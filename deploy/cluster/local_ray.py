@@ -111,7 +111,7 @@ def _start_process(app_name: str, state: StateFolder) -> subprocess.Popen[bytes]
             entry.unlink()
     with state.ray_log(app_name).open("wb") as log:
         return subprocess.Popen(
-            # -P: a folder named `deploy` where the user happens to be must not come before ours.
+            # -P: a folder named `spool` where the user happens to be, as a clone may be, must not come before ours.
             [sys.executable, "-P", "-m", "spool.deploy.cluster.ray_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -24,7 +24,7 @@ from spool.engine.parallel.layers import SummedLinear
 
 
 class FusedDecoderLayer(LlamaLayer):
-    """Four linear layers with prepacked weights, and kernels for the operations between them."""
+    """Four linear layers by kernel, and kernels for the operations between them."""
 
     def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
         super().__init__(

@@ -152,11 +152,6 @@ def best_build(isa: InstructionSet) -> Build:
     return next(build for build in isa.builds if build.needs <= features)
 
 
-def compiler_options(isa: InstructionSet) -> tuple[str, ...]:
-    """For code that runs on this processor and uses no more than `isa`."""
-    return best_build(isa).options
-
-
 def this_machine() -> str:
     """As `uname` calls it on Linux: x86_64, aarch64."""
     machine = platform.machine().lower()

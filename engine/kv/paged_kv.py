@@ -18,9 +18,8 @@ from spool.engine.passes.device import host_buffer, on_device
 class LayerKv:
     """K and V of one layer: K's `[pages, kv_heads, page_size, head_dim]`, and V's, which lie behind K's of all layers.
 
-    Head by head within a page, so that gathered pages of a sequence are matrices as they stand. With `quantized`, a
-    head of a page is int8 codes `[page_size, head_dim]`, and after them float32 scales `[page_size]`
-    (`quantized_rows`); `dtype` stays the model's.
+    Head by head within a page. With `quantized`, a head of a page is int8 codes `[page_size, head_dim]`, and after them
+    float32 scales `[page_size]` (`quantized_rows`); `dtype` stays the model's.
     """
 
     def __init__(
@@ -90,13 +89,6 @@ class LayerKv:
         for which, states in enumerate((keys, values)):
             for part, content in zip(self.parts, quantized_rows(states), strict=True):
                 part[which].flatten(0, 1).index_put_(places, content)
-
-    def gather(self, chunks: torch.Tensor) -> torch.Tensor:
-        """K and V `[2, chunks, page_size, head_dim]` in the model's dtype: heads of pages, counted through K's."""
-        found = self.pool.flatten(1, 2).index_select(1, chunks)
-        if not self.quantized:
-            return found
-        return _expanded(*_codes_and_scales(found, self.page_size, self.head_dim)).to(self.dtype)
 
     def content(self) -> torch.Tensor:
         """All of it, `[2, pages, kv_heads, page_size, head_dim]` in float32."""

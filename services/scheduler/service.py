@@ -185,8 +185,8 @@ class SchedulerService:
         traceparent: str = "",
         **fields: Any,
     ) -> SequenceStream:
-        """Enters a sequence; `fields` are others of SequenceRequest. `client_request_id` is for
-        logs, `traceparent` for traces.
+        """Enters a sequence; `fields` are others of SequenceRequest. `client_request_id` is for logs, `traceparent` for
+        traces.
 
         Raises AdmissionRefusedError, or ServiceClosedError.
         """

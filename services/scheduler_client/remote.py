@@ -35,11 +35,11 @@ class RecoveryListener(Protocol):
 class SchedulerClient:
     """The gateway's way to the schedulers, one of each cell, over a session with each.
 
-    `cells` names them: each gives the address of its cell's scheduler. A sequence stays in the cell that was chosen
-    for it (`cell_choice`). When that session breaks, or the cell has no target any more while
-    another has one, the sequence is submitted to another cell, or to the next scheduler of its own, with the tokens
-    received so far. Its reader sees a pause only: the output depends on the request alone, so it goes on exactly where
-    it stopped. Use `async with`, or `start` and `close`; all methods belong to one event loop.
+    `cells` names them: each gives the address of its cell's scheduler. A sequence stays in the cell that was chosen for
+    it (`cell_choice`). When that session breaks, or the cell has no target any more while another has one, the sequence
+    is submitted to another cell, or to the next scheduler of its own, with the tokens received so far. Its reader sees
+    a pause only: the output depends on the request alone, so it goes on exactly where it stopped. Use `async with`, or
+    `start` and `close`; all methods belong to one event loop.
     """
 
     def __init__(

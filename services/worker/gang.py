@@ -88,7 +88,7 @@ class Gang:
         arguments = ["--rank", str(rank), "--settings", settings]
         arguments += ["--folder", self._folder.name, "--parent", str(os.getpid())]
         return subprocess.Popen(
-            # -P: a folder named `services` in the current directory must not shadow this package.
+            # -P: a folder named `spool` in the current directory, as a clone may be, must not shadow this package.
             [sys.executable, "-P", "-m", "spool.services.worker.rank", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -78,7 +78,7 @@ class WorkerArguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Runs one draft or target worker.")
     parser.add_argument("--role", required=True, choices=[role.value for role in Role])
     parser.add_argument("--settings", default="{}", help="settings of the engine, a JSON object")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Runs a rank of a worker of several.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--settings", type=json.loads, required=True, help="settings of the engine, a JSON object")
     parser.add_argument("--folder", type=Path, required=True, help="where the ranks find each other")

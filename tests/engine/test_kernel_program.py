@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spool.engine.cpu.isa import InstructionSet, available_isas, compiler_options
+from spool.engine.cpu.isa import InstructionSet, available_isas, best_build
 from tests.support.cpu_kernels import CROSS_COMPILER, kernel_program
 
 PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"
@@ -37,7 +37,7 @@ def told(compiler: str, options: Sequence[str], element: str, folder: Path) -> s
     ],
 )
 def test_kernels_give_the_golden_bits(isa: InstructionSet, element: str, tmp_path: Path) -> None:
-    options = ["-O1", "-DUNIVERSAL", "-Wno-psabi", *compiler_options(isa)]
+    options = ["-O1", "-DUNIVERSAL", "-Wno-psabi", *best_build(isa).options]
     assert told("gcc", options, element, tmp_path).splitlines()[1] == GOLDEN[element]
 
 
@@ -49,7 +49,7 @@ def test_kernels_give_the_golden_bits(isa: InstructionSet, element: str, tmp_pat
     ids=lambda value: getattr(value, "name", value),
 )
 def test_sanitizers_find_nothing(isa: InstructionSet, element: str, tmp_path: Path) -> None:
-    assert told("gcc", [*SANITIZED, *compiler_options(isa)], element, tmp_path).startswith("agree: ")
+    assert told("gcc", [*SANITIZED, *best_build(isa).options], element, tmp_path).startswith("agree: ")
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_kernels_for_arm_in_an_emulator(options: str, element: str, tmp_path: Pa
 
 # A processor with AVX2 does what one with AVX-512 would, instruction by instruction; where there are the instructions
 # themselves, other tests run them.
-HAS_VNNI = any("-mavx512vnni" in compiler_options(isa) for isa in available_isas())
+HAS_VNNI = any("-mavx512vnni" in best_build(isa).options for isa in available_isas())
 
 
 @pytest.mark.slow
