@@ -115,10 +115,11 @@ sim: $(STAMP)
 
 # tests/packaging/test_wheel_machines.py checks that an older glibc than the tag says would do.
 wheel: $(SERVING)
-	rm -rf build/lib*
+	rm -rf build/lib* spool_client/build
 	SPOOL_WHEEL_MACHINE=$(MACHINE) $(if $(filter-out $(THIS_MACHINE),$(MACHINE)),CC=$(MACHINE)-linux-gnu-gcc) \
 		$(WHEEL) --verbose --config-settings=--build-option=--plat-name=manylinux_2_28_$(MACHINE) .
 	$(WHEEL) ./spool_client
+	rm -rf spool_client/build
 
 # Needs podman and a compiler for aarch64; BASE is another base image of k8s/Dockerfile.
 release: release-files
@@ -184,4 +185,4 @@ test-oldest test-newest: test-%: $(STAMP)
 	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -n $(JOBS) tests/unit
 
 clean:
-	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) *.egg-info build spool_client/*.egg-info spool_client/build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
