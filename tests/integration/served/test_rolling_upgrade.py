@@ -7,12 +7,15 @@ fingerprint, and streams move to the new targets; else they end on the old ones.
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.chaos.application import Application
@@ -20,9 +23,11 @@ from bench.chaos.streams import Case, Protocol, StreamClient, StreamRecord, case
 from spool.protos import scheduler_pb2
 from spool.services.receipts.fingerprint import fingerprint_name
 from tests.support.changed_workers import paced_by
+from tests.support.command_line import spool
+from tests.support.no_ray import served_without_ray
 from tests.support.ports import free_ports
 from tests.support.releases import NEXT_VERSION, MixedCell, Release, previous_release, this_release
-from tests.support.serving import PlainDecoder
+from tests.support.serving import PlainDecoder, stream_all
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -243,3 +248,47 @@ async def test_streams_of_other_fingerprints_end_on_the_old_release(
     first, second = (fingerprint_name(status.model.fingerprint) for status in (before, after))
     assert first != second
     assert [record.fingerprint for record in upgrade.records] == [first] * STREAMS + [second] * len(later)
+
+
+IN_PLACE = ("scheduler", "target-0", "target-1", "draft-0", "gateway-0", "gateway-1")
+"""The order of docs/serving.md, which asks for two targets and two gateways."""
+
+
+def test_what_spool_serve_started_is_upgraded_in_place(
+    old: Release, new: Release, tiny_pair: tuple[Path, Path], tmp_path: Path, plain: PlainDecoder
+) -> None:
+    """The new release takes the place of the old one, and each process is asked to end, so that it is started again."""
+    installed, pace = tmp_path / "installed", tmp_path / "pace"
+    pace.write_text(str(SLOWLY), encoding="ascii")
+    environment = paced_by(pace)
+    installed.symlink_to(old.names)
+    environment["PYTHONPATH"] = f"{installed}:{environment['PYTHONPATH']}"
+    models = (tiny_pair[0], "--draft", tiny_pair[1], "--draft-in", "workers", "--dtype", "float32")
+    asked = cases(6, TOKENS)
+
+    def upgrade() -> None:
+        """Every stream still runs when the last worker has been replaced; a gateway ends once its streams have."""
+        (tmp_path / "next").symlink_to(new.names)
+        (tmp_path / "next").replace(installed)
+        for name in IN_PLACE:
+            if name == "gateway-0":
+                assert httpx.get(f"{served.url}/load", timeout=LONG).json()["running"] == len(asked)
+                pace.write_text("0", encoding="ascii")
+            served.kill(name, by=signal.SIGTERM)
+            served.wait_until_up()
+
+    settings = {
+        "models": {"served_model_name": MODEL},
+        "engine": {"kv_memory": 64 << 20, "max_num_batched_tokens": 512, "numerics": "universal"},
+        "scheduling": {"policy": "ragged", "draft_length": 1},
+        "groups": {"target": {"replicas": 2}},
+        "gateway": {"replicas": 2, "drain_seconds": 600},
+    }
+    environment["SPOOL_STATE"] = str(tmp_path / "state")
+    with served_without_ray(tmp_path, *models, environment=environment, **settings) as served:
+        served.wait_until_up()
+        assert asyncio.run(stream_all(served.url, MODEL, asked, on_start=upgrade)) == plain(asked)
+        shown = spool("status", environment=served.environment | new.environment())
+    assert shown.code == 0, shown.err
+    told = dict(re.findall(r"^  ([-a-z0-9]+): .*version ([-.0-9]+)", shown.out, re.MULTILINE))
+    assert told == dict.fromkeys(IN_PLACE, NEXT_VERSION)

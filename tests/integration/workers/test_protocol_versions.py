@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from importlib.metadata import version as installed_version
 
 import grpc
 import grpc.aio
@@ -21,7 +22,7 @@ from tests.support.cells import Whereabouts, all_in_use, check, client, running_
 from tests.support.waiting import LONG, until
 
 OTHERS = [0, SPOKEN.newest + 1]
-NEXT = Versions(SPOKEN.newest, SPOKEN.newest + 1)
+NEIGHBOURS = [Versions(SPOKEN.newest, SPOKEN.newest + 1), Versions(SPOKEN.oldest - 1, SPOKEN.oldest)]
 IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05)
 
 
@@ -57,13 +58,28 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("newer", SPEAKERS)
-async def test_releases_with_a_version_in_common_work_together(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is of the next release, the others are of this one."""
-    speak(monkeypatch, newer, NEXT)
+@pytest.mark.parametrize("versions", NEIGHBOURS, ids=str)
+@pytest.mark.parametrize("neighbour", SPEAKERS)
+async def test_releases_with_a_version_in_common_work_together(
+    neighbour: str, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process is of the next release or of the one before, the others are of this one."""
+    speak(monkeypatch, neighbour, versions)
     resolve = Whereabouts()
     async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve), client(resolve) as backend:
         await asyncio.wait_for(check(backend, 1, 10), LONG)
+
+
+async def test_workers_and_gateways_tell_the_version_of_their_software() -> None:
+    installed = installed_version("spool-serve")
+    async with running_cell() as cell, client(cell.resolve) as backend:
+        await check(backend, 1, 10)
+        status = cell.server.status()
+        assert {one.worker_id: one.version for one in status.workers} == dict.fromkeys(
+            ("draft-0", "target-0"), installed
+        )
+        assert [(one.gateway_id, one.version) for one in status.gateways] == [("gateway", installed)]
+        assert status.version == installed
 
 
 @pytest.mark.parametrize("version", OTHERS)
