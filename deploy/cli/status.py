@@ -109,7 +109,7 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
             parts.append(f"busy {worker['busy_share']:.0%} of the time, {worker['queued']} sequences wait for it")
         yield f"{worker['worker_id']}: {', '.join(filter(None, parts))}"
     live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
-    yield from (f"{gateway['gateway_id']}: gateway, {_version(gateway)}" for gateway in scheduler["gateways"])
+    yield from (f"{gateway['gateway_id']}: gateway, {_version(gateway)}" for gateway in scheduler.get("gateways", ()))
     state = _short(scheduler["state"], "SCHEDULER_STATE_")
     yield f"scheduler: {state}, {_version(scheduler)}, {scheduler['sessions']} gateways"
     yield f"sequences: {live_set['live']}, {live_set['waiting']} waiting, {live_set['max_running']} may run at a time"
@@ -123,8 +123,8 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _version(process: Mapping[str, Any]) -> str:
-    """Of its software; processes of protocol version 20 do not tell it."""
-    return f"version {process['version'] or '-'}"
+    """Of its software; one of protocol version 20 does not tell it, and on Ray such a scheduler has no field for it."""
+    return f"version {process.get('version') or '-'}"
 
 
 def _short(name: str, prefix: str) -> str:
