@@ -80,17 +80,19 @@ class SessionRequest(_message.Message):
     def __init__(self, opening: _Optional[_Union[SessionOpening, _Mapping]] = ..., submissions: _Optional[_Iterable[_Union[SequenceSubmission, _Mapping]]] = ..., cancelled_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionOpening(_message.Message):
-    __slots__ = ("gateway_id", "protocol_version", "oldest_protocol_version")
+    __slots__ = ("gateway_id", "protocol_version", "oldest_protocol_version", "version")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     protocol_version: int
     oldest_protocol_version: int
-    def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output")
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +112,7 @@ class SequenceSubmission(_message.Message):
     CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -129,7 +132,8 @@ class SequenceSubmission(_message.Message):
     cache_scope: bytes
     logits_digests: bool
     expected_output: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
     __slots__ = ("count", "tokens")
@@ -281,12 +285,14 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "live_set", "groups", "throughput", "prefix_cache", "kv_moves", "speculation", "replicas", "drafting")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "gateways", "version", "workers", "model", "live_set", "groups", "throughput", "prefix_cache", "kv_moves", "speculation", "replicas", "drafting")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIVE_SET_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +308,8 @@ class StatusReply(_message.Message):
     state: SchedulerState
     reason: str
     sessions: int
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
+    version: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     model: ServedModel
     live_set: LiveSetFigures
@@ -312,7 +320,7 @@ class StatusReply(_message.Message):
     speculation: SpeculationFigures
     replicas: ReplicaFigures
     drafting: _containers.RepeatedCompositeFieldContainer[DraftingFigures]
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ..., drafting: _Optional[_Iterable[_Union[DraftingFigures, _Mapping]]] = ...) -> None: ...
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ..., drafting: _Optional[_Iterable[_Union[DraftingFigures, _Mapping]]] = ...) -> None: ...
 
 class DraftingFigures(_message.Message):
     __slots__ = ("target_id", "draft_id", "draft_length", "gain", "tokens_per_second", "acceptance", "explanation")
@@ -348,8 +356,16 @@ class WantedReplicas(_message.Message):
     replicas: int
     def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
+class GatewayStatus(_message.Message):
+    __slots__ = ("gateway_id", "version")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    version: str
+    def __init__(self, gateway_id: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight", "quantization", "fingerprint", "busy_share", "queued")
+    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight", "quantization", "fingerprint", "busy_share", "queued", "version")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +392,7 @@ class WorkerStatus(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     address: str
@@ -395,7 +412,8 @@ class WorkerStatus(_message.Message):
     fingerprint: _containers.ScalarMap[str, str]
     busy_share: float
     queued: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., busy_share: _Optional[float] = ..., queued: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., busy_share: _Optional[float] = ..., queued: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ServedModel(_message.Message):
     __slots__ = ("model_id", "vocabulary_size", "max_sequence_length", "tokenizer_digest", "quantization", "fingerprint")

@@ -57,7 +57,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_num_batched_tokens", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token", "protocol_version", "oldest_protocol_version", "quantization", "kv_cache_dtype", "fingerprint", "own_draft_id", "page_spans", "page_windows")
+    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_num_batched_tokens", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token", "protocol_version", "oldest_protocol_version", "quantization", "kv_cache_dtype", "fingerprint", "own_draft_id", "page_spans", "page_windows", "version")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class WorkerDescription(_message.Message):
     OWN_DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     PAGE_SPANS_FIELD_NUMBER: _ClassVar[int]
     PAGE_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     role: Role
     model_id: str
     tokenizer_digest: bytes
@@ -113,7 +114,8 @@ class WorkerDescription(_message.Message):
     own_draft_id: str
     page_spans: _containers.RepeatedScalarFieldContainer[int]
     page_windows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., own_draft_id: _Optional[str] = ..., page_spans: _Optional[_Iterable[int]] = ..., page_windows: _Optional[_Iterable[int]] = ...) -> None: ...
+    version: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., own_draft_id: _Optional[str] = ..., page_spans: _Optional[_Iterable[int]] = ..., page_windows: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "following", "grant", "wait_seconds")

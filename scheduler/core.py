@@ -35,6 +35,7 @@ from spool.scheduler.messages import (
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
+    WorkersSettled,
 )
 from spool.scheduler.state.worker_records import Work
 from spool.scheduler.state.workers import DraftWorker, Sequence, TargetWorker, already_ended
@@ -92,6 +93,8 @@ class SchedulerCore:
                 self._lose(event, now)
             case WorkerDraining():
                 self._drain(event.worker_id, now)
+            case WorkersSettled():
+                self._fleet.settled = True
             case KvMoved():
                 self._lifecycle.moved(event)
         return self._commands.copy()

@@ -61,6 +61,8 @@ class WorkerSpec:
     targets with the same `own_draft_id`, that of a head, a draft inside or prompt lookup; "" means that the target has
     none, so that a draft worker can serve it.
     `page_spans` and `page_windows` as in scheduler/page_counts.py; without them, a page holds `page_size` positions.
+    Targets with the same `fingerprint` give the same bits; "": nothing is known of them. `release` is the version of
+    the worker's software in numbers, so that releases can be compared; empty of those that do not tell it.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -75,6 +77,8 @@ class WorkerSpec:
     own_draft_id: str = ""
     page_spans: tuple[int, ...] = ()
     page_windows: tuple[int, ...] = ()
+    fingerprint: str = ""
+    release: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.page_spans) != len(self.page_windows) or 0 in self.page_spans:
@@ -132,6 +136,8 @@ class SequenceRequest:
 
     Only sequences of the same `cache_scope`, empty or 32 bytes, take over each other's KV.
 
+    `fingerprint` is that of the target that computed the last of `committed_output`; empty where that is not known.
+
     What follows of an `expected_output` is proposed in each round, instead of what a draft would propose; the output is
     the same without it.
     """
@@ -152,6 +158,7 @@ class SequenceRequest:
     suspicion: Suspicion = Suspicion()
     cache_scope: bytes = b""
     expected_output: tuple[int, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(slots=True)
@@ -213,6 +220,12 @@ class WorkerDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersSettled:
+    """The scheduler runs for so long that workers of a scheduler before it have joined, or are gone. Until then, what
+    was begun on targets with a fingerprint that no target here has had waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvMoved:
     """The answer to a `MoveKv`: whether the KV was `moved`, in `seconds`. `size` is in bytes."""
 
@@ -251,7 +264,16 @@ class StepCompleted:
     """Of `seconds`: for what it proposed, and for the waits."""
 
 
-Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted
+Event = (
+    SequenceSubmitted
+    | SequenceCancelled
+    | WorkerJoined
+    | WorkerLost
+    | WorkerDraining
+    | WorkersSettled
+    | KvMoved
+    | StepCompleted
+)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

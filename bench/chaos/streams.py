@@ -62,6 +62,8 @@ class StreamRecord:
     tokens: int = 0
     refused: bool = False
     error: str = ""
+    fingerprint: str = ""
+    """Of the targets that computed it, as the last message names them."""
 
     @property
     def answered(self) -> bool:
@@ -134,6 +136,7 @@ class StreamClient:
             if parts:
                 record.arrivals.append(time.monotonic())
                 record.text += "".join(parts)
+            record.fingerprint = chunk.system_fingerprint or record.fingerprint
             if chunk.usage is not None:
                 record.tokens = chunk.usage.completion_tokens
 
@@ -155,6 +158,7 @@ class StreamClient:
             if message.choice.token_ids:
                 record.arrivals.append(time.monotonic())
             record.text += message.choice.text
+            record.fingerprint = message.system_fingerprint or record.fingerprint
             if message.HasField("usage"):
                 record.tokens = message.usage.completion_tokens
 

@@ -103,13 +103,15 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
         state = _short(worker["state"], "WORKER_STATE_")
         used = worker["total_pages"] - worker["free_pages"]
         parts = [f"{state}: {worker['reason']}" if worker["reason"] else state, worker["device"]]
-        parts += [worker["quantization"], f"{worker['sequences']} sequences"]
+        parts += [worker["quantization"], _version(worker), f"{worker['sequences']} sequences"]
         parts.append(f"{used} of {worker['total_pages']} pages in use" if worker["total_pages"] else "")
         if worker["role"] == "ROLE_DRAFT":
             parts.append(f"busy {worker['busy_share']:.0%} of the time, {worker['queued']} sequences wait for it")
         yield f"{worker['worker_id']}: {', '.join(filter(None, parts))}"
     live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
-    yield f"scheduler: {_short(scheduler['state'], 'SCHEDULER_STATE_')}, {scheduler['sessions']} gateways"
+    yield from (f"{gateway['gateway_id']}: gateway, {_version(gateway)}" for gateway in scheduler.get("gateways", ()))
+    state = _short(scheduler["state"], "SCHEDULER_STATE_")
+    yield f"scheduler: {state}, {_version(scheduler)}, {scheduler['sessions']} gateways"
     yield f"sequences: {live_set['live']}, {live_set['waiting']} waiting, {live_set['max_running']} may run at a time"
     yield f"groups: {groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
     yield f"tokens: {throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"
@@ -118,6 +120,11 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"drafting: {choice['explanation']}" for choice in scheduler["drafting"])
     if scheduler["replicas"] is not None:
         yield f"autoscaling: {scheduler['replicas']['explanation']}"
+
+
+def _version(process: Mapping[str, Any]) -> str:
+    """Of its software; one of protocol version 20 does not tell it, and on Ray such a scheduler has no field for it."""
+    return f"version {process.get('version') or '-'}"
 
 
 def _short(name: str, prefix: str) -> str:

@@ -16,7 +16,8 @@ After this page you know every field of `spool.yaml`, the one file that configur
 and meaning. `spool config explain` prints this page. Sections and fields with a default may be left out.
 `spool config show FILE` prints the values that hold, or what is wrong with the file, and names files that are missing.
 `--set scheduling.batch_size=16` overrides a field on the command line. The most used fields are options of
-`spool serve`, too, under the same names.
+`spool serve`, too, under the same names. The file names no version: a release reads files of any other one, but for
+fields that it does not have, which it refuses by name (CHANGELOG.md says which are gone).
 """
 _TYPES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
 _FORMATS = {"path": "path", "date-time": "date and time", "password": "text, secret"}

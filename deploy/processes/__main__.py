@@ -56,7 +56,7 @@ async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -
 
 
 async def start_worker(surroundings: Surroundings, running: AsyncExitStack) -> Up:
-    """Ready once the scheduler uses the worker."""
+    """Ready once the scheduler uses the worker. Before it ends alone, its sequences go on elsewhere or end."""
     from spool.services.worker.base_server import step_thread
     from spool.services.worker.process import WorkerArguments, load_worker
     from spool.services.worker.registration import WorkerRegistration
@@ -77,7 +77,8 @@ async def start_worker(surroundings: Surroundings, running: AsyncExitStack) -> U
         server.check_health()
         registration.check_health()
 
-    return Up(address, check_health)
+    drain_seconds = surroundings.config.group(arguments.role).drain_seconds
+    return Up(address, check_health, lambda: registration.leave(max(drain_seconds - _WORKER_STOP_SECONDS, 0.0)))
 
 
 _STARTS = {"gateway": start_gateway, "scheduler": start_scheduler, "worker": start_worker}

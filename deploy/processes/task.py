@@ -107,10 +107,12 @@ class FileEpochs:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A service that is ready. `check_health` raises once the process must be started again."""
+    """A service that is ready. `check_health` raises once the process must be started again. `leave` is called before
+    the service ends where others of its kind stay."""
 
     address: str
     check_health: Callable[[], None]
+    leave: Callable[[], Awaitable[object]] | None = None
 
 
 Start = Callable[[Surroundings, AsyncExitStack], Awaitable[Up]]
@@ -154,3 +156,5 @@ async def _run(start: Start, surroundings: Surroundings) -> None:
                     await stop.wait()
             except TimeoutError:
                 continue
+        if up.leave is not None and not surroundings.all_stop:
+            await up.leave()

@@ -100,7 +100,8 @@ class TargetPlanner:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
         samples. All that go on must, else they would be in two steps from then on where one would do. A policy that
         groups by length must wait for the answer, unless nothing is proposed that makes lengths differ."""
-        if target.draining or not target.outstanding:
+        leaving = target.draining and not self._lifecycle.fleet.ends_here(target)
+        if leaving or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
         return followers if self._any_lengths or not any(map(self._controller.longest, followers)) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from spool.scheduler.config import Policy, SchedulerConfig
 from spool.scheduler.messages import Role, WorkerSpec
@@ -32,6 +32,10 @@ class Fleet:
         """Targets that take new sequences: those that do not drain."""
         self.max_running = 0
         """Sequences that may run on all targets that take new ones."""
+        self.settled = False
+        """Whether workers that were there before this scheduler have joined, or are gone."""
+        self._fingerprints: set[str] = set()
+        """Of all targets that ever joined."""
         self.largest_capacity = 0
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
 
@@ -39,6 +43,7 @@ class Fleet:
         if spec.role is Role.TARGET:
             acceptance = self._acceptance(spec.own_draft_id) if spec.own_draft_id else None
             self.targets[spec.worker_id] = TargetWorker(spec, self._config, acceptance)
+            self._fingerprints.add(spec.fingerprint)
         else:
             acceptance = self._acceptance(spec.model_id or spec.worker_id)
             self.drafts[spec.worker_id] = DraftWorker(spec.worker_id, acceptance)
@@ -84,18 +89,60 @@ class Fleet:
         self.max_running = sum(self._config.running_on(target.spec.max_num_batched_tokens) for target in accepting)
         self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
 
-    def pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        """The target to place the sequence on, with room for `positions`; None where there is no such target."""
+    def ends_here(self, target: TargetWorker) -> bool:
+        """Whether sequences come to their end on a target that drains, since no other one gives their bits."""
+        if self._draining.get(target.worker_id) is not target:
+            return False
+        own = target.spec.fingerprint
+        return all(one.draining or one.spec.fingerprint != own for one in self.targets.values())
+
+    @property
+    def ending(self) -> int:
+        """Sequences that come to their end on targets that drain, and take no place of others."""
+        draining = (self.targets.get(worker_id) for worker_id in self._draining)
+        return sum(len(one.sequences) for one in draining if one is not None and self.ends_here(one))
+
+    def must_end(self, sequence: Sequence) -> bool:
+        """Whether only targets that drain may take a waiting sequence in, which ran on one of them before."""
+        takers = self.takers(sequence)
+        return bool(takers) and takers[0].draining
+
+    def takers(self, sequence: Sequence) -> list[TargetWorker]:
+        """The targets that may take a sequence in, whether or not they have room.
+
+        One of which something was computed goes on where its bits come from, even if all such targets drain; only where
+        none is left, it goes on at any other. Those that a scheduler before this one had may still join.
+        """
+        accepting = [one for one in self.targets.values() if not one.draining]
+        own = sequence.fingerprint
+        if not own:
+            return accepting
+        alike = [one for one in accepting if one.spec.fingerprint == own]
+        alike = alike or [one for one in self.targets.values() if one.spec.fingerprint == own and self.ends_here(one)]
+        awaited = not self.settled and own not in self._fingerprints
+        return alike if alike or awaited else accepting
+
+    def waits_for_its_own(self, sequence: Sequence) -> bool:
+        """Whether other sequences may find a target where this one finds none."""
+        takers = self.takers(sequence)
+        return any(not one.draining and one not in takers for one in self.targets.values())
+
+    def pick_target(
+        self, sequence: Sequence, positions: int, kept_for_others: Collection[str] = ()
+    ) -> TargetWorker | None:
+        """The target to place the sequence on, with room for `positions`; None where there is no such target. Those
+        with the fingerprints `kept_for_others` are for sequences that have waited for them longer."""
         most = self.max_per_target
-        free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
-        able = [one for one in free if one.has_room(positions)]
+        free = [one for one in self.takers(sequence) if len(one.sequences) < most]
+        able = [one for one in free if one.spec.fingerprint not in kept_for_others and one.has_room(positions)]
         return _closest(able, sequence.request.cache_scope, sequence.tokens)
 
 
 def _closest(targets: list[TargetWorker], scope: bytes, tokens: DigestedTokens) -> TargetWorker | None:
-    """The target that has had the longest prefix of these tokens, of those that would then have at most
-    `_MAX_LOAD_RATIO` times the mean number of sequences, or as few as any; among equals the one with the fewest
-    sequences (consistent hashing with bounded loads, arXiv 1608.01350, with a memory in place of the hash).
+    """Of the targets that would then have at most `_MAX_LOAD_RATIO` times the mean number of sequences, or as few as
+    any, one of the newest release: what begins there need not leave when the older ones do. Of these, the one that has
+    had the longest prefix of the tokens; among equals the one with the fewest sequences (consistent hashing with
+    bounded loads, arXiv 1608.01350, with a memory in place of the hash).
     """
     if len(targets) < 2:
         return targets[0] if targets else None
@@ -103,5 +150,5 @@ def _closest(targets: list[TargetWorker], scope: bytes, tokens: DigestedTokens) 
     most = max(min(counts), int(_MAX_LOAD_RATIO * (1 + sum(counts)) / len(targets)) - 1)
     return max(
         (target for target, count in zip(targets, counts, strict=True) if count <= most),
-        key=lambda target: (target.prefixes.longest(scope, tokens), -len(target.sequences)),
+        key=lambda target: (target.spec.release, target.prefixes.longest(scope, tokens), -len(target.sequences)),
     )

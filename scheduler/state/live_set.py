@@ -10,7 +10,7 @@ the order goes by what a key has claimed, and counters are raised to what was se
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import count
 from operator import attrgetter
 
@@ -66,10 +66,18 @@ class WaitingQueue:
         account.waiting -= 1
         self.update(account)
 
-    def first(self) -> Sequence | None:
-        """The sequence to admit next; None where no key competes."""
-        account = self._first_key()
-        return None if account is None else self._by_key[account][0]
+    def first(self, passed_over: Collection[Sequence] = ()) -> Sequence | None:
+        """The sequence to admit next, of those not `passed_over`; None where no key competes with any."""
+        if not passed_over:
+            account = self._first_key()
+            return None if account is None else self._by_key[account][0]
+        accounts = [*reversed(self._competing)]
+        accounts.sort(key=lambda account: account.claimed)
+        for account in accounts:
+            for sequence in self._by_key[account]:
+                if sequence not in passed_over:
+                    return sequence
+        return None
 
     def _first_key(self) -> KeyAccount | None:
         """The competing key with the smallest claim; of equal claims, the key that began to compete last."""

@@ -51,6 +51,9 @@ class Sequence:
         self.state = WAITING
         """Only `change_state`, the planner and `Lifecycle` change it, since the target's indexes must follow."""
         self.target: TargetWorker | None = None
+        self.fingerprint = request.fingerprint
+        """Of the target that computed the last that is known of the sequence; empty before there is anything, or where
+        that is not known."""
         self.kv_move: KvMove | None = None
         """Set while the KV moves to another target, where the sequence is placed as well then."""
 

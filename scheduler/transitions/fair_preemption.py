@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spool.scheduler.state.fleet import Fleet
@@ -29,11 +30,14 @@ class Preemption:
         return sum(one.sequence_id in self.target.in_flight for one in self.victims)
 
 
-def find_preemption(sequence: Sequence, positions: int, live: LiveSet, fleet: Fleet) -> Preemption | None:
+def find_preemption(
+    sequence: Sequence, positions: int, live: LiveSet, fleet: Fleet, kept_for_others: Collection[str] = ()
+) -> Preemption | None:
     """How a target can take a waiting sequence in, with `positions`: the soonest, and then with the fewest victims.
 
     The key that runs most for its weight gives up places, but keeps one, and `_SHARE_RATIO` times as many for its
     weight as the waiting sequence's key runs. None if no key has places to give up, or if these would not suffice.
+    `kept_for_others` as in `Fleet.pick_target`.
     """
     account = sequence.account
     spare = {one: one.running - _kept(one, account) for one in live.accounts if one is not account and one.running > 1}
@@ -41,10 +45,11 @@ def find_preemption(sequence: Sequence, positions: int, live: LiveSet, fleet: Fl
     if giver is None:
         return None
     found = []
-    for target in fleet.targets.values():
-        if target.draining or positions > target.capacity:
+    for target in fleet.takers(sequence):
+        if target.draining or target.spec.fingerprint in kept_for_others or positions > target.capacity:
             continue
-        count = max(len(live.running) - fleet.max_running, len(target.sequences) - fleet.max_per_target) + 1
+        beyond = len(live.running) - fleet.ending - fleet.max_running
+        count = max(beyond, len(target.sequences) - fleet.max_per_target) + 1
         preemption = Preemption(target, _victims(target, giver, count, positions))
         if 0 < len(preemption.victims) <= spare[giver]:
             found.append(preemption)

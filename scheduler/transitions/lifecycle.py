@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from spool.scheduler.config import KvMovement, SchedulerConfig
 from spool.scheduler.messages import (
     Command,
@@ -58,7 +60,7 @@ class Lifecycle:
 
     def begin_round(self, sequence: Sequence, proposed: int = 0) -> None:
         """The target is up to date: the sequence waits for a verify group, to verify up to `proposed` tokens in it. A
-        sequence whose target drains moves to another target first, if one has room."""
+        sequence whose target drains moves to another target first, if one that gives the same bits has room."""
         target = sequence.target
         if target is None or (target.draining and self.relocate(sequence)):
             return
@@ -77,17 +79,25 @@ class Lifecycle:
     # --- places -------------------------------------------------------------------------------------------------------
 
     def admit(self) -> bool:
-        """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
+        """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in.
+
+        Where targets are not alike, one that waits for targets with its fingerprint is passed over: they take in no
+        other before it, and targets with other fingerprints do.
+        """
         live, admitted, before = self.live, False, self.preemption
         self.preemption = None
-        while live.waiting and (sequence := live.waiting.first()) is not None:
+        passed_over: set[Sequence] = set()
+        while live.waiting and (sequence := live.waiting.first(passed_over)) is not None:
             if self.fleet.accepting and (misfit := self.misfit(sequence)) is not None:
                 self.fail(sequence, misfit)
                 continue
             positions = self._next_positions(sequence)
-            target = self._take_place(sequence, positions)
+            target = self._take_place(sequence, positions, {one.fingerprint for one in passed_over})
             if target is None:
-                break
+                if not self.fleet.waits_for_its_own(sequence):
+                    break
+                passed_over.add(sequence)
+                continue
             live.start(sequence)
             target.place(sequence, positions)
             sequence.target = target
@@ -97,19 +107,20 @@ class Lifecycle:
             before.target.changed = True
         return admitted
 
-    def _take_place(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        """The target for a waiting sequence; others of a key that runs more may be preempted for it. None: it waits."""
+    def _take_place(self, sequence: Sequence, positions: int, kept_for_others: Collection[str]) -> TargetWorker | None:
+        """The target for a waiting sequence; others of a key that runs more may be preempted for it. None: it waits.
+        `kept_for_others` as in `Fleet.pick_target`."""
         fleet, target = self.fleet, None
-        if len(self.live.running) < fleet.max_running:
-            target = fleet.pick_target(sequence, positions)
+        if len(self.live.running) - fleet.ending < fleet.max_running or fleet.must_end(sequence):
+            target = fleet.pick_target(sequence, positions, kept_for_others)
         if target is None:
-            preemption = find_preemption(sequence, positions, self.live, fleet)
+            preemption = find_preemption(sequence, positions, self.live, fleet, kept_for_others)
             if preemption is not None and preemption.busy:
                 self.preemption = preemption
             elif preemption is not None:
                 for other in preemption.victims:
                     self.preempt(other)
-                target = fleet.pick_target(sequence, positions)
+                target = fleet.pick_target(sequence, positions, kept_for_others)
         return target
 
     def _next_positions(self, sequence: Sequence) -> int:
@@ -135,9 +146,11 @@ class Lifecycle:
             return False
         positions = self._next_positions(sequence)
         destination = self.fleet.pick_target(sequence, positions)
-        if destination is None:
+        if destination is None or destination.draining:
             return False
         valid = source.kv[sequence.sequence_id].valid
+        if source.spec.fingerprint != destination.spec.fingerprint:
+            valid = 0  # nothing is known of the sequence but its prompt, which the destination computes itself
         moving, computing = self.controller.relocation_seconds(source, destination, valid)
         movement = self.config.kv_movement
         faster = moving < computing if movement is KvMovement.AUTO else movement is KvMovement.ALWAYS
@@ -213,7 +226,7 @@ class Lifecycle:
 
     def drain(self, target: TargetWorker) -> None:
         """Sequences leave the target between two rounds, when no row of them is in flight. Until then, and while no
-        other target has room, they go on where they are."""
+        other target that gives the same bits has room, they go on where they are."""
         self.fleet.drain(target)
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight

@@ -84,6 +84,8 @@ class Rounds:
                 error = f"{len(row.scoring.tokens)} log probabilities of prompt tokens were asked for, others came"
                 self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
                 return
+            if row.scoring.tokens:
+                sequence.fingerprint = target.spec.fingerprint
             sequence.take_scores(result.prompt_logprobs)
         if row.sample and result.status is _OK:
             self._commit(target, sequence, row, result, now)
@@ -126,6 +128,7 @@ class Rounds:
             sequence.proposed_before = verified > 0 or (row.verify > 0 and target.grant is None)
             lengths = self._counters.draft_lengths
             lengths[asked] = lengths.get(asked, 0) + 1
+        sequence.fingerprint = target.spec.fingerprint
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)
         if sequence.prompt_left:

@@ -2,12 +2,15 @@
 
 A worker and its scheduler exchange their versions in `Describe`, a gateway and its scheduler when a session opens, a
 target and a draft worker when a stream opens. Processes that have no version in common refuse each other with a message
-that names the versions of both.
+that names the versions of both. Beside them each tells the version of its software, which nothing depends on but where
+new sequences begin: operators see by it how far an upgrade is.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 
@@ -22,12 +25,31 @@ class Versions:
         return f"version {self.newest}" if self.oldest == self.newest else f"versions {self.oldest} to {self.newest}"
 
 
-SPOKEN = Versions(20, 20)
+SPOKEN = Versions(20, 21)
 """`newest` is raised by one with every change of protos/ or of its meaning. Where processes of the version before still
 understand what is sent, as they do if fields are only added, `oldest` stays; else it becomes `newest`.
 
 Releases without a version count as version 0.
 """
+
+DISTRIBUTION = "spool-serve"
+
+
+def _software_version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""
+
+
+SOFTWARE_VERSION = _software_version()
+"""Of the distribution that these processes were installed from; empty where they were not."""
+
+
+def release_numbers(software_version: str) -> tuple[int, ...]:
+    """The numbers with which a version begins, to compare releases by; none of one that is not known."""
+    found = re.match(r"\d+(\.\d+)*", software_version)
+    return () if found is None else tuple(map(int, found[0].split(".")))
 
 
 class Announced(Protocol):

@@ -16,7 +16,9 @@ from spool.scheduler.messages import (
     TokenLogprobs,
     WorkerSpec,
 )
+from spool.services.receipts.fingerprint import fingerprint_name
 from spool.services.rpc.conversion import WireEnum, from_wire, to_wire
+from spool.services.rpc.protocol_version import release_numbers
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
 ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")
@@ -24,7 +26,15 @@ ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")
 
 def spec_from_wire(worker_id: str, description: worker_pb2.WorkerDescription) -> WorkerSpec:
     """Raises ValueError naming the field that is out of range."""
-    return from_wire(WorkerSpec, description, worker_id=worker_id, role=ROLES.from_wire(description.role))
+    parts = description.fingerprint
+    return from_wire(
+        WorkerSpec,
+        description,
+        worker_id=worker_id,
+        role=ROLES.from_wire(description.role),
+        fingerprint=fingerprint_name(parts) if parts else "",
+        release=release_numbers(description.version),
+    )
 
 
 def opening_to_wire(request: SequenceRequest, committed: Sequence[int] = ()) -> worker_pb2.SequenceParameters:

@@ -38,6 +38,9 @@ SERVICE_NAME = "spool.scheduler.v1.Scheduler"
 
 _SWEEP_SECONDS = 0.5
 
+# Workers register every second, and their steps may be long.
+_SETTLING_SECONDS = 5.0
+
 # For a worker that leaves: how long its sequences may take to move where the call has no deadline, and how long before
 # a deadline the call is answered.
 _DRAIN_SECONDS = 10.0
@@ -136,7 +139,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     def status(self) -> scheduler_pb2.StatusReply:
         """The answer of the Status method."""
         uptime = time.monotonic() - self._started
-        return status_of(self._service, len(self._sessions), uptime, self._replicas())
+        return status_of(self._service, self._sessions, uptime, self._replicas())
 
     def metric_families(self) -> Iterator[Family]:
         """The scheduler's metrics at this moment."""
@@ -225,10 +228,14 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             session.tell_load()
 
     async def _sweep(self) -> None:
-        """Forgets workers that are gone, and fails sequences that have waited too long for a target."""
-        limit = self._options.sessions.fail_without_target_seconds
+        """Forgets workers that are gone, and fails sequences that have waited too long for a target. Tells the service
+        when the workers of a scheduler before this one have had the time to join."""
+        limit, settled = self._options.sessions.fail_without_target_seconds, False
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
+            if not settled and time.monotonic() - self._started >= _SETTLING_SECONDS:
+                settled = True
+                self._service.settle()
             await self._service.workers.sweep(self._options.registry)
             if self._service.workers.targetless_seconds > limit:
                 for session in list(self._sessions):

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -39,6 +39,7 @@ from spool.scheduler.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
+    WorkersSettled,
 )
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
 from spool.services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
@@ -197,10 +198,14 @@ class SchedulerService:
             raise stream.outcome
         return stream
 
-    def fingerprint_of(self, target_id: str) -> Mapping[str, str]:
-        """The parts of a target's fingerprint; empty for one that was never up."""
+    def settle(self) -> None:
+        """Whoever belongs to the cell has joined by now: see `WorkersSettled`."""
+        self._handle(WorkersSettled())
+
+    def description_of(self, target_id: str) -> worker_pb2.WorkerDescription | None:
+        """What a target said of itself when the connection with it was made; None of one that was never up."""
         link = self.workers.links.get(target_id)
-        return {} if link is None or link.description is None else link.description.fingerprint
+        return None if link is None else link.description
 
     def new_sequence_id(self) -> int:
         """A new id for a request to `enter`."""

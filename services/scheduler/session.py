@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from spool.protos import scheduler_pb2
+from spool.protos import scheduler_pb2, worker_pb2
 from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
 from spool.services.backend.interface import BackendUnavailableError, DeadlineExceededError
@@ -99,6 +99,7 @@ class GatewaySession:
 
     def __init__(self, service: SchedulerService, options: SessionOptions, advice: RetryAdvice) -> None:
         self.gateway_id = ""
+        self.gateway_version = ""
         self.service = service
         self._options = options
         self._advice = advice
@@ -244,7 +245,7 @@ class GatewaySession:
             self._submit(submission)
 
     def _open(self, opening: scheduler_pb2.SessionOpening) -> None:
-        self.gateway_id = opening.gateway_id
+        self.gateway_id, self.gateway_version = opening.gateway_id, opening.version
         conflict = version_conflict("the gateway", opening, "this scheduler", SPOKEN)
         if conflict is not None:
             logger.error("session of gateway %s: %s", self.gateway_id, conflict)
@@ -298,6 +299,7 @@ class _SessionSequence:
         self._outcome: FinishReason | Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._target_id = ""
+        self._target: worker_pb2.WorkerDescription | None = None
         # Of the next event.
         self._admitted = False
         self._output: list[EmitTokens] = []
@@ -323,12 +325,15 @@ class _SessionSequence:
 
     def push(self, emission: EmitTokens) -> None:
         if self._outcome is None:
-            if emission.target_id != self._target_id:
-                self._target_id, first = emission.target_id, not self._target_id
-                service = self._session.service
+            service = self._session.service
+            target = service.description_of(emission.target_id)
+            # Another start of a worker by the same name may have another fingerprint.
+            if emission.target_id != self._target_id or target is not self._target:
+                first = not self._target_id
+                self._target_id, self._target = emission.target_id, target
                 if first:
                     self._queue_seconds = service.metrics.queue_seconds.get(self.sequence_id, 0.0)
-                parts = service.fingerprint_of(emission.target_id)
+                parts = {} if target is None else target.fingerprint
                 self._fingerprints.append(scheduler_pb2.Fingerprint(parts=parts, worker_id=emission.target_id))
             self._output.append(emission)
             self._session.changed(self)

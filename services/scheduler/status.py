@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spool.engine.models.source import public_name
@@ -10,8 +10,10 @@ from spool.protos import scheduler_pb2, worker_pb2
 from spool.scheduler.messages import Role
 from spool.scheduler.statistics import DraftingSnapshot, Snapshot, WorkerSnapshot
 from spool.services.rpc.conversion import WireEnum, to_wire
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION
 from spool.services.rpc.worker_codec import ROLES
 from spool.services.scheduler.service import SchedulerService
+from spool.services.scheduler.session import GatewaySession
 from spool.services.scheduler.workers.worker_link import WorkerLink, WorkerState
 
 WORKER_STATES = WireEnum(WorkerState, scheduler_pb2.WorkerState, "WORKER_STATE_")
@@ -37,7 +39,10 @@ def workers_in(core: Snapshot, service: SchedulerService) -> dict[str, WorkerSna
 
 
 def status_of(
-    service: SchedulerService, sessions: int, uptime_seconds: float, replicas: ReplicaFigures | None = None
+    service: SchedulerService,
+    sessions: Sequence[GatewaySession],
+    uptime_seconds: float,
+    replicas: ReplicaFigures | None = None,
 ) -> scheduler_pb2.StatusReply:
     core, totals, config = service.core.snapshot(), service.statistics(), service.config
     snapshots = workers_in(core, service)
@@ -46,7 +51,11 @@ def status_of(
         uptime_seconds=uptime_seconds,
         state=_scheduler_state(service),
         reason=service.closed_because or "",
-        sessions=sessions,
+        version=SOFTWARE_VERSION,
+        sessions=len(sessions),
+        gateways=[
+            scheduler_pb2.GatewayStatus(gateway_id=one.gateway_id, version=one.gateway_version) for one in sessions
+        ],
         workers=[_worker(link, snapshots.get(link.endpoint.worker_id)) for link in service.workers.known()],
         live_set=to_wire(scheduler_pb2.LiveSetFigures, core, queue_limit=config.max_queued_sequences),
         groups=to_wire(

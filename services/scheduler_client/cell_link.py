@@ -244,7 +244,9 @@ class CellLink:
         if event.admitted:
             stream.admit()
         for fingerprint in event.fingerprints:
-            stream.fingerprints[fingerprint_name(fingerprint.parts)] = dict(fingerprint.parts)
+            name = fingerprint_name(fingerprint.parts)
+            stream.fingerprint = name if fingerprint.parts else ""
+            stream.fingerprints[name] = dict(fingerprint.parts)
             stream.workers[fingerprint.worker_id] = None
         stream.queue_seconds += event.queue_seconds
         if event.tokens:

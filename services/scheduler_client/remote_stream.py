@@ -37,6 +37,8 @@ class RemoteStream(SequenceStream):
         """Sessions since the last token that broke while they had the sequence, which may have been the cause."""
         self.submitted = False
         """Whether the sequence was ever submitted in a session."""
+        self.fingerprint = ""
+        """Name of that of the target which sampled the last token received; empty where that is not known."""
         self._answered = asyncio.Event()
         self._on_end = on_end
         self._received: list[int] = []
@@ -78,6 +80,7 @@ class RemoteStream(SequenceStream):
             request_id=self.request_id,
             client_request_id=self.client_request_id,
             committed_output=self._received,
+            fingerprint=self.fingerprint,
             admitted_before=self.admitted,
             timeout_seconds=remaining,
             suspicion=suspicion if suspicion.count else None,

@@ -11,7 +11,7 @@ import grpc.aio
 from spool.protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from spool.services.backend.interface import BackendUnavailableError
 from spool.services.rpc.errors import rpc_reason
-from spool.services.rpc.protocol_version import SPOKEN, version_conflict
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION, SPOKEN, version_conflict
 from spool.services.rpc.replies import readable
 from spool.services.rpc.supervision import is_cancelled
 from spool.services.scheduler_client.remote_stream import RemoteStream
@@ -151,6 +151,7 @@ class ClientSession:
             gateway_id=self._gateway_id,
             protocol_version=SPOKEN.newest,
             oldest_protocol_version=SPOKEN.oldest,
+            version=SOFTWARE_VERSION,
         )
         yield scheduler_pb2.SessionRequest(opening=opening)
         while True:

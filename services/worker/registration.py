@@ -21,8 +21,10 @@ from spool.services.worker.base_server import BaseWorkerServer
 
 logger = logging.getLogger(__name__)
 
-# The part of the time for leaving that is kept for the worker to drop its last sequences.
-_DRAIN_PART = 0.5
+# Of the time for leaving, what is kept for the worker to drop its last sequences: this part of it, at most so many
+# seconds. Where no other worker gives the same bits, sequences come to their end in the rest.
+_DROP_PART = 0.5
+_MOST_DROP_SECONDS = 5.0
 
 _KNOWN_STATES = frozenset(scheduler_pb2.WorkerState.values())
 
@@ -96,7 +98,8 @@ class WorkerRegistration:
             self._run.check()
 
     async def leave(self, timeout_seconds: float) -> int:
-        """Stops registering, has the scheduler move the worker's sequences elsewhere, and waits until none is left.
+        """Stops registering, has the scheduler move the worker's sequences elsewhere, or let them end, and waits until
+        none is left.
 
         Takes no longer than the time given. Returns how many sequences are left; their scheduler will notice the
         worker's end.
@@ -108,10 +111,10 @@ class WorkerRegistration:
             run.cancel()
             await asyncio.wait([run.task], timeout=timeout_seconds)
         self._not_in_use("the worker is leaving")
-        let_go = False
+        let_go, seconds = False, timeout_seconds - min(timeout_seconds * _DROP_PART, _MOST_DROP_SECONDS)
         try:
-            async with asyncio.timeout(timeout_seconds * (1 - _DRAIN_PART)):
-                await self._deregister(timeout_seconds * (1 - _DRAIN_PART))
+            async with asyncio.timeout(seconds):
+                await self._deregister(seconds)
             let_go = True
         except TimeoutError:
             logger.warning("worker %s: the scheduler has not let go of it in time", self._worker_id)

@@ -12,7 +12,7 @@ import grpc.aio
 
 from spool.protos import worker_pb2
 from spool.services.rpc.channel_security import ChannelSecurity
-from spool.services.rpc.protocol_version import SPOKEN
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION, SPOKEN
 from spool.services.worker.base_server import BaseWorkerServer, step_thread
 from spool.services.worker.executor import StepExecutor
 from spool.services.worker.kv_fetch import import_kv
@@ -48,6 +48,7 @@ class WorkerServer(BaseWorkerServer):
     def describe(self) -> worker_pb2.WorkerDescription:
         description = self._executor.describe()
         description.protocol_version, description.oldest_protocol_version = SPOKEN.newest, SPOKEN.oldest
+        description.version = SOFTWARE_VERSION
         return description
 
     def running_seconds(self) -> float | None:

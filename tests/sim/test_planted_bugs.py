@@ -18,6 +18,7 @@ from spool.scheduler.batching import verify_steps
 from spool.scheduler.config import Policy
 from spool.scheduler.messages import EmitTokens, SequenceRequest
 from spool.scheduler.page_counts import PageCounts
+from spool.scheduler.state.fleet import Fleet
 from spool.scheduler.state.key_accounts import KeyAccount
 from spool.scheduler.state.live_set import LiveSet, WaitingQueue
 from spool.scheduler.state.workers import Sequence, TargetWorker
@@ -232,6 +233,13 @@ def runs_of_keys_are_not_counted(patch: Patch) -> None:
     patch.setattr(LiveSet, "_count_running", lambda self, sequence, by: None)
 
 
+def fingerprints_are_ignored(patch: Patch) -> None:
+    def takers(self: Fleet, sequence: Sequence) -> list[TargetWorker]:
+        return [target for target in self.targets.values() if not target.draining]
+
+    patch.setattr(Fleet, "takers", takers)
+
+
 def failure_of(seed: int, kinds: tuple[str, ...]) -> str | None:
     try:
         run_schedule(seed, kinds=kinds)
@@ -282,6 +290,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (policies_wait_for_a_second_sequence, 0, (), "has no step, and a sequence|has heard nothing from"),
         (pages_are_freed_twice, 0, (), "pages are miscounted|has too few pages reserved"),
         (runs_of_keys_are_not_counted, 0, (), "sequences of keys are miscounted"),
+        (fingerprints_are_ignored, 4, ("worker drains",), "goes on with other bits"),
     ],
 )
 def test_planted_bug_is_found(

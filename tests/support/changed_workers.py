@@ -15,6 +15,11 @@ def slow_steps(seconds: float) -> dict[str, str]:
     return _path() | {"SPOOL_STEP_SECONDS": str(seconds)}
 
 
+def paced_by(file: Path) -> dict[str, str]:
+    """Each step takes at least as many seconds as the file says; a test may replace it at any time."""
+    return _path() | {"SPOOL_STEP_SECONDS_FILE": str(file)}
+
+
 def dying_of_poison() -> dict[str, str]:
     return _path() | {"SPOOL_POISON": ",".join(map(str, POISON))}
 

@@ -146,9 +146,11 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
                 "role": _role(worker.role),
                 "state": scheduler_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower(),
                 "busy": round(worker.busy_share, 3),
+                "version": worker.version or "-",
             }
             for worker in status.workers
         ],
+        "gateways": [{"id": gateway.gateway_id, "version": gateway.version or "-"} for gateway in status.gateways],
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
@@ -15,15 +13,16 @@ from spool.services.gateway.dashboard.routes import dashboard_router
 from spool.services.gateway.http.generation_routes import SEED_HEADER, generation_router
 from spool.services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
 from spool.services.gateway.http.openai_errors import install_error_handlers
-from spool.services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
+from spool.services.gateway.http.service_routes import open_router, service_router
 from spool.services.observability.request_ids import REQUEST_ID
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION
 
 
 def create_app(engine: CompletionEngine) -> ASGIApp:
     settings, metrics = engine.settings, engine.metrics
     app = FastAPI(
         title="Spool",
-        version=version(DISTRIBUTION),
+        version=SOFTWARE_VERSION,
         summary="OpenAI's API over batch speculative decoding",
         redirect_slashes=False,
     )

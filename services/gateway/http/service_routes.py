@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from importlib.metadata import version
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -29,9 +28,9 @@ from spool.services.gateway.http.openai_responses import (
 )
 from spool.services.observability.metric_set import CONTENT_TYPE
 from spool.services.receipts.fingerprint import fingerprint_name
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION
 from spool.services.scheduler_client.remote import workers_in_use
 
-DISTRIBUTION = "spool-serve"
 BALANCED_PATH = "/-/healthz"
 """Where Ray Serve's proxies say whether they are well."""
 
@@ -88,7 +87,7 @@ def service_router(engine: CompletionEngine) -> APIRouter:
 
     @router.get("/version")
     async def server_version() -> Version:
-        return Version(version=version(DISTRIBUTION))
+        return Version(version=SOFTWARE_VERSION)
 
     @router.get("/load")
     async def load() -> Load:

@@ -13,7 +13,7 @@ from spool.protos import draft_pb2_grpc, worker_pb2
 from spool.scheduler.messages import Role
 from spool.services.rpc.channel_security import ChannelSecurity
 from spool.services.rpc.conversion import to_wire
-from spool.services.rpc.protocol_version import SPOKEN
+from spool.services.rpc.protocol_version import SOFTWARE_VERSION, SPOKEN
 from spool.services.rpc.worker_codec import ROLES
 from spool.services.worker.base_server import BaseWorkerServer, step_thread
 from spool.services.worker.drafting.batcher import Batcher
@@ -72,6 +72,7 @@ class DraftServer(BaseWorkerServer):
             process_id=os.getpid(),
             protocol_version=SPOKEN.newest,
             oldest_protocol_version=SPOKEN.oldest,
+            version=SOFTWARE_VERSION,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -225,10 +225,11 @@ async def unlike_targets(**settings: Any) -> AsyncIterator[Cell]:
         yield cell
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "leaves"])
 def test_what_unlike_targets_computed_together_has_no_receipt(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture, dies: bool
 ) -> None:
-    """What one of them computed alone has one."""
+    """What one of them computed alone has one, also where it was to leave meanwhile."""
     tokenizer = save_tokenizer(tmp_path_factory.mktemp("model"))
     cell = unlike_targets(tokenizer_digest=tokenizer.vocabulary_digest.hex(), step_seconds=STEP_SECONDS)
     others = PARTS | {"processor": "another"}
@@ -243,7 +244,11 @@ def test_what_unlike_targets_computed_together_has_no_receipt(
             events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
             first = next(events)
             (target,) = [worker for worker in gateways.cell.workers if worker.pages_in_use]
-            gateways.run(target.registration.leave(LONG))
+            if dies:
+                gateways.run(target.registration.close())
+                gateways.run(target.server.stop(0))
+            else:
+                assert gateways.run(target.registration.leave(LONG)) == 0
             for worker in gateways.cell.workers:
                 worker.executor.engine.step_seconds = 0.0
             *_, last = events
@@ -251,9 +256,13 @@ def test_what_unlike_targets_computed_together_has_no_receipt(
         own = others if target.worker_id == "target-1" else PARTS
         one, other = ("another", "any") if own == others else ("any", "another")
         reason = f"targets that are not alike computed the output: processor {one} and {other}"
-        assert choice["receipt"] == {"refused": reason}
         assert first["system_fingerprint"] == fingerprint_name(own)
-        assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
+        if dies:
+            assert choice["receipt"] == {"refused": reason}
+            assert last["system_fingerprint"] == "+".join(sorted([NAME, fingerprint_name(others)]))
+        else:
+            assert Receipt.from_json(choice["receipt"]).fingerprint == own
+            assert last["system_fingerprint"] == fingerprint_name(own)
         [choice] = completion(http, max_tokens=9, receipt=True)["choices"]
         assert Receipt.from_json(choice["receipt"]).fingerprint == (PARTS if own == others else others)
 

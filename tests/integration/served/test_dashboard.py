@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -107,6 +108,9 @@ def test_events_are_views(person: httpx.Client, gateways: Gateways) -> None:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         view = json.loads(next(lines).removeprefix("data: "))
         assert {worker["role"] for worker in view["workers"]} == {"draft", "target"}
+        installed = version("spool-serve")
+        assert {process["version"] for process in view["workers"]} == {installed}
+        assert view["gateways"] == [{"id": "gateway", "version": installed}]
         assert (view["model"], view["quantization"]) == ("stand-in", "int8")
         figures = view["figures"]
         assert (figures["running"], figures["waiting"], figures["kv_usage"]) == (0, 0, 0)
@@ -224,6 +228,7 @@ def test_pictures_move_and_figures_are_those_of_metrics_and_load(
             wait_until(lambda canvas=canvas, before=before: pixels(chrome, canvas) != before, f"{canvas} moves")  # type: ignore[misc]
         wait_until(lambda: text_of(chrome, "running") not in (UNKNOWN, "0"), "sequences are running")
         assert text_of(chrome, "workers") == "1, 1"
+        assert text_of(chrome, "versions") == f"version {version('spool-serve')}: draft-0, target-0, gateway"
         enough.set()
         assert [load.result(LONG) for load in loads] == [{200}] * 8
 

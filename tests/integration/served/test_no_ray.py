@@ -88,6 +88,24 @@ def test_a_gateway_that_gets_sigterm_ends_its_streams_first(served: NoRay, plain
     assert {"gateway-0: died: exit code 0", "gateway-1: died: exit code 0"} <= {*served.lines}
 
 
+def test_a_target_that_gets_sigterm_hands_its_sequences_over(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, plain: PlainDecoder
+) -> None:
+    models = (tiny_pair[0], "--draft", "none", "--served-model-name", MODEL, "--dtype", "float32")
+    with served_without_ray(tmp_path, *models, "--target-replicas", 2, **SETTINGS) as served:
+        served.wait_until_up()
+        asked = cases(6, max_tokens=120)
+
+        def stop() -> None:
+            served.kill("target-0", by=signal.SIGTERM)
+
+        assert asyncio.run(stream_all(served.url, MODEL, asked, on_start=stop)) == plain(asked)
+        served.wait_until_up()
+        assert "target-0: died: exit code 0" in served.lines
+        cell = spool("status", "--json", environment=served.environment).summary["cells"][0]
+        assert cell["kv_moves"]["moves"] + cell["kv_moves"]["rehomed"] > 0
+
+
 def test_commands_find_it(served: NoRay, folder: Path) -> None:
     shown = spool("status", "--json", environment=served.environment)
     assert shown.code == 0, shown.err

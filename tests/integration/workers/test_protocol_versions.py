@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from importlib.metadata import version as installed_version
 
 import grpc
 import grpc.aio
@@ -21,7 +22,7 @@ from tests.support.cells import Whereabouts, all_in_use, check, client, running_
 from tests.support.waiting import LONG, until
 
 OTHERS = [0, SPOKEN.newest + 1]
-NEXT = Versions(SPOKEN.newest, SPOKEN.newest + 1)
+NEIGHBOURS = [Versions(SPOKEN.newest, SPOKEN.newest + 1), Versions(SPOKEN.oldest - 1, SPOKEN.oldest)]
 IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05)
 
 
@@ -41,8 +42,9 @@ def speak(monkeypatch: pytest.MonkeyPatch, who: str, versions: Versions) -> None
                 monkeypatch.setattr(f"{module}.{name}", lambda *_: None, raising=False)
 
 
-def both_named(text: str, one: int, other: int) -> bool:
-    return [int(found) for found in re.findall(r"version (\d+)", text)] in ([one, other], [other, one])
+def both_named(text: str, version: int) -> bool:
+    """One that speaks this version alone, and one of this release."""
+    return all(re.search(rf"\b{spoken}(?!\d)", text) for spoken in (Versions(version, version), SPOKEN))
 
 
 async def until_told(backend: SchedulerClient, version: int) -> None:
@@ -51,18 +53,33 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
         while True:
             with pytest.raises(BackendUnavailableError) as caught:
                 await backend.statuses()
-            if both_named(str(caught.value), version, SPOKEN.newest):
+            if both_named(str(caught.value), version):
                 return
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("newer", SPEAKERS)
-async def test_releases_with_a_version_in_common_work_together(newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is of the next release, the others are of this one."""
-    speak(monkeypatch, newer, NEXT)
+@pytest.mark.parametrize("versions", NEIGHBOURS, ids=str)
+@pytest.mark.parametrize("neighbour", SPEAKERS)
+async def test_releases_with_a_version_in_common_work_together(
+    neighbour: str, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process is of the next release or of the one before, the others are of this one."""
+    speak(monkeypatch, neighbour, versions)
     resolve = Whereabouts()
     async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve), client(resolve) as backend:
         await asyncio.wait_for(check(backend, 1, 10), LONG)
+
+
+async def test_workers_and_gateways_tell_the_version_of_their_software() -> None:
+    installed = installed_version("spool-serve")
+    async with running_cell() as cell, client(cell.resolve) as backend:
+        await check(backend, 1, 10)
+        status = cell.server.status()
+        assert {one.worker_id: one.version for one in status.workers} == dict.fromkeys(
+            ("draft-0", "target-0"), installed
+        )
+        assert [(one.gateway_id, one.version) for one in status.gateways] == [("gateway", installed)]
+        assert status.version == installed
 
 
 @pytest.mark.parametrize("version", OTHERS)
@@ -72,11 +89,11 @@ async def test_worker_of_another_release_is_refused(version: int, monkeypatch: p
         running_cell(drafts=0, targets=0) as cell,
         running_worker("target-0", Role.TARGET, cell.resolve) as worker,
     ):
-        await until(lambda: both_named(worker.registration.reason, version, SPOKEN.newest))
+        await until(lambda: both_named(worker.registration.reason, version))
         assert not worker.registration.in_use
         (status,) = cell.server.status().workers
         assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
-        assert both_named(status.reason, version, SPOKEN.newest)
+        assert both_named(status.reason, version)
         assert not cell.service.workers.up
         # A release of the scheduler that fits takes the worker.
         speak(monkeypatch, "worker", SPOKEN)
@@ -92,7 +109,7 @@ async def test_whoever_names_no_version_gets_no_description() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert both_named(caught.value.details() or "", 0, SPOKEN.newest)
+        assert both_named(caught.value.details() or "", 0)
         described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=SPOKEN.newest), timeout=LONG)
         assert described.protocol_version == SPOKEN.newest
 
@@ -103,9 +120,7 @@ async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_t
     other: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def named(record: logging.LogRecord) -> bool:
-        return record.name == "spool.services.scheduler_client.cell_link" and both_named(
-            record.getMessage(), version, SPOKEN.newest
-        )
+        return record.name == "spool.services.scheduler_client.cell_link" and both_named(record.getMessage(), version)
 
     resolve = Whereabouts()
     async with client(resolve, options=IMPATIENT) as backend:

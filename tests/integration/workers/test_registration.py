@@ -18,11 +18,16 @@ from tests.support.cells import (
     all_in_use,
     check,
     client,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
     running_cell,
     running_scheduler,
     running_worker,
 )
 from tests.support.core_state import check_state
+from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -45,6 +50,18 @@ async def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> 
             await check(backend, 1, 10)
             check_state(cell.service.core)
         await until(lambda: not cell.server.status().workers and not cell.service.workers.links)
+
+
+async def test_another_start_of_a_target_with_another_fingerprint_is_named() -> None:
+    """Whatever its name is: what both have computed of one output is not from targets that are alike."""
+    async with running_cell(drafts=0, targets=0) as cell, client(cell.resolve) as backend:
+        async with running_worker("target-0", Role.TARGET, cell.resolve, step_seconds=0.01):
+            stream = await backend.submit(request_of(1, 300))
+            tokens = await read_some(stream, 10)
+        async with running_worker("target-0", Role.TARGET, cell.resolve, processor="another"):
+            tokens += await read(stream)
+    assert tokens == continuation(prompt_of(1), 300)
+    assert [parts["processor"] for parts in stream.fingerprints.values()] == ["any", "another"]
 
 
 async def test_two_workers_that_do_not_fit_and_come_at_once_are_not_both_taken() -> None:

@@ -277,6 +277,6 @@ def _lasting(submission: scheduler_pb2.SequenceSubmission) -> scheduler_pb2.Sequ
     """What is the same in every session."""
     lasting = scheduler_pb2.SequenceSubmission()
     lasting.CopyFrom(submission)
-    for name in ("committed_output", "admitted_before", "timeout_seconds", "suspicion"):
+    for name in ("committed_output", "admitted_before", "timeout_seconds", "suspicion", "fingerprint"):
         lasting.ClearField(name)
     return lasting

@@ -70,6 +70,9 @@ LOOKUP, OWN = "lookup", "own"
 """Models of targets that propose themselves: out of the text before, or by a draft of their own."""
 
 
+_RELEASES = (("",), ("",), ("",), ("",), ("1.0", "2.0"))
+"""One for each seed in turn: those of its targets."""
+
 _OWN_DRAFTS = ("", OWN, "", "", LOOKUP, "")
 """One for each seed in turn."""
 
@@ -96,6 +99,8 @@ class WorkerPlan:
     """Of passes of the target's own draft."""
     ahead: bool = False
     """Whether a draft worker proposes before it is asked."""
+    release: str = ""
+    """Of a target in a cell that is upgraded: its version, which is a part of its fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,7 @@ def make_plan(
             lengths = rng.randint(2, 8) if tight else 150
             target = role is Role.TARGET
             own = _OWN_DRAFTS[seed % len(_OWN_DRAFTS)] if target else ""
+            releases = _RELEASES[seed % len(_RELEASES)] if target else ("",)
             workers.append(
                 WorkerPlan(
                     f"{role.value}{index}",
@@ -185,6 +191,7 @@ def make_plan(
                     own_draft=own,
                     own_seconds=0.001 if own == OWN else 0.0,
                     ahead=not target and seed % 2 == 0,
+                    release=releases[index % len(releases)],
                 )
             )
     gateways = rng.choice((1, 2, 3))

@@ -58,6 +58,13 @@ class WatchedCore(SchedulerCore):
         self._begun: set[int] = set()
         self._preemptions = 0
         self._draining: set[str] = set()
+        self._drained: set[str] = set()
+        self._events = 0
+        self._absent: dict[str, int] = {}
+        """Fingerprints that a target ever had, and the event at which none had it for the last time."""
+        self._computed: dict[int, tuple[str, int]] = {}
+        """Of each sequence that has output, the fingerprint of the target that sampled the last, and the event of that.
+        """
         self._grants: dict[str, DraftGrant | None] = {}
         """Of the step that was sent last to each target."""
         self._progress: dict[str, float] = {}
@@ -65,15 +72,20 @@ class WatchedCore(SchedulerCore):
 
     def apply(self, event: Event, now: float) -> list[Command]:
         drafts = self._drafts()
+        self._events += 1
         match event:
             case WorkerLost():
                 lost = self._workers.pop(event.worker_id, None)
                 if lost is not None and not self._world.may_lose_workers(lost.role):
                     self._fail(f"lost {event.worker_id} unprovoked: {event.reason}")
                 self._draining.discard(event.worker_id)
+                self._drained.discard(event.worker_id)
+                if lost is not None:
+                    self._note_absence(lost)
                 self._grants.pop(event.worker_id, None)
                 self._progress.pop(event.worker_id, None)
             case WorkerJoined():
+                self._absent.setdefault(event.worker.fingerprint, self._events)
                 self._workers[event.worker.worker_id] = event.worker
                 self._unanswered[event.worker.worker_id] = 0
             case WorkerDraining():
@@ -86,6 +98,7 @@ class WatchedCore(SchedulerCore):
                 request = event.request
                 self._requests[request.sequence_id] = request
                 self._lengths[request.sequence_id] = len(request.prompt) + len(request.committed_output)
+                self._computed[request.sequence_id] = request.fingerprint, self._events
                 self._world.faults.poisons.submitted(request)
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
@@ -93,6 +106,8 @@ class WatchedCore(SchedulerCore):
             self._check_balance()
         for command in commands:
             if isinstance(command, EmitTokens):
+                fingerprint = self._workers[command.target_id].fingerprint
+                self._computed[command.sequence_id] = fingerprint, self._events
                 self._lengths[command.sequence_id] += len(command.tokens)
         if isinstance(event, SequenceSubmitted):  # others that wait may be let in before it
             self._check_turns(event.request.sequence_id)
@@ -109,6 +124,9 @@ class WatchedCore(SchedulerCore):
                 self._check_grant(command)
             elif isinstance(command, WorkerDrained):
                 self._check_drained(command.worker_id)
+                self._drained.add(command.worker_id)
+                if command.worker_id in self._workers:
+                    self._note_absence(self._workers[command.worker_id])
         self._check_turns()
         self._plans += 1
         if self._plans % _CHECK_EVERY == 0:
@@ -139,11 +157,27 @@ class WatchedCore(SchedulerCore):
                 if row.sample and (row.verify or row.draft_length)
             ),
             "goes to a draft worker": spec.role is Role.DRAFT,
+            "goes on with other bits": any(
+                row.opening is not None and self._has_left_its_like(row.sequence_id, spec.fingerprint)
+                for row in step.rows
+            ),
             "has another row than that of a suspect": len(step.rows) > 1 and self.has_suspect(step.worker_id),
         }
         for rule, is_broken in broken.items():
             if is_broken:
                 self._fail(f"sends {step.worker_id} step {step.step_id}, which {rule}")
+
+    def _note_absence(self, gone: WorkerSpec) -> None:
+        """Of a fingerprint, if no target has it any more that can take a sequence in."""
+        there = {spec.fingerprint for name, spec in self._workers.items() if name not in self._drained}
+        if gone.fingerprint not in there:
+            self._absent[gone.fingerprint] = self._events
+
+    def _has_left_its_like(self, sequence_id: int, fingerprint: str) -> bool:
+        """Whether the sequence goes on at a target with this fingerprint, while there was one with its own all the time
+        since its last token."""
+        own, event = self._computed[sequence_id]
+        return own not in ("", fingerprint) and self._absent.get(own, event) < event
 
     def _drafts(self) -> set[str]:
         """Draft workers that stay."""
@@ -209,6 +243,8 @@ class WatchedCore(SchedulerCore):
                 rank = (request.priority, one.sequence_id)
                 if one.sequence_id == newcomer:
                     continue
+                if one.state is SequenceState.WAITING and request.fingerprint:
+                    continue  # for targets that are alike
                 if one.state is SequenceState.WAITING:
                     waiting[request.key] = min(rank, waiting.get(request.key, rank))
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spool.engine.drafting.inside_target import InsideDrafting
@@ -142,6 +143,8 @@ class SimulatedTarget(SimulatedWorker):
     def _serve(self) -> WorkerServer:
         plan, worker = self.plan, self
         self.model = self._model(plan.pages, plan.own_draft)
+        if plan.release:
+            self.model.description = replace(self.model.description, fingerprint={"spool": plan.release})
         lookup, draft, remote = None, None, None
         if plan.own_draft == LOOKUP:
             lookup = Lookup(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spool.scheduler.config import Policy, SchedulerConfig
 from spool.scheduler.core import SchedulerCore
@@ -74,8 +74,9 @@ class Driver:
         packed: int = 512,
         guess: float = 1.0,
         head: str = "",
+        **more: Any,
     ) -> list[Command]:
-        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, own_draft_id=head)
+        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed, own_draft_id=head, **more)
         if role is Role.TARGET:
             self.workers[worker_id] = ModelWorker(spec, guess)
             self.steps[worker_id] = []

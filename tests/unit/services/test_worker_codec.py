@@ -8,7 +8,13 @@ import pytest
 
 from spool.protos import worker_pb2
 from spool.scheduler.messages import Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
-from spool.services.rpc.worker_codec import answers_to_wire, opening_to_wire, results_from_wire, step_to_wire
+from spool.services.rpc.worker_codec import (
+    answers_to_wire,
+    opening_to_wire,
+    results_from_wire,
+    spec_from_wire,
+    step_to_wire,
+)
 
 
 def row(sequence_id: int, **more: object) -> Row:
@@ -110,3 +116,28 @@ def test_a_step_says_how_much_each_row_verifies_and_proposes() -> None:
     assert list(request.following.draft_lengths) == [1, 0]
     assert request.grant == grant
     assert request.wait_seconds == 0.25
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("", ()), ("0.2.0", (0, 2, 0)), ("1.10rc1", (1, 10)), ("0.2.0.dev3+here", (0, 2, 0)), ("unknown", ())],
+)
+def test_the_release_of_a_worker_is_in_the_numbers_of_its_version(version: str, release: tuple[int, ...]) -> None:
+    assert spec_from_wire("t0", described(version=version)).release == release
+
+
+def test_targets_are_told_apart_by_all_parts_of_their_fingerprints() -> None:
+    """One that tells none is like others that do not."""
+    parts = {"kernels": "avx2 1", "torch": "2"}
+    found = [
+        spec_from_wire("t0", described(fingerprint=one)).fingerprint
+        for one in (parts, dict(reversed(parts.items())), parts | {"torch": "3"}, {"kernels": "avx2 1"}, {})
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    assert found[-1] == ""
+
+
+def described(**fields: object) -> worker_pb2.WorkerDescription:
+    sizes = {"page_size": 16, "total_pages": 9, "max_sequence_length": 99, "max_num_batched_tokens": 64}
+    return worker_pb2.WorkerDescription(role=worker_pb2.ROLE_TARGET, **sizes, **fields)  # type: ignore[arg-type]

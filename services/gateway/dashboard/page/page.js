@@ -43,6 +43,8 @@ function watch() {
     at("replicas").hidden = !view.replicas;
     show("drafting", view.drafting.join("; "));
     at("drafting").hidden = !view.drafting.length;
+    show("versions", versions([...view.workers, ...view.gateways]));
+    at("versions").hidden = !view.workers.length;
   };
   views.onerror = () => {
     at("connection").dataset.state = "lost";
@@ -50,6 +52,13 @@ function watch() {
     // The browser itself tries again where the connection broke, but not after an error status.
     if (views.readyState === EventSource.CLOSED) setTimeout(watch, 2000);
   };
+}
+
+// Who runs which version: one line where all run the same, as they do but for an upgrade.
+function versions(processes) {
+  const names = new Map();
+  for (const { id, version } of processes) names.set(version, [...(names.get(version) ?? []), id.split("#").at(-1)]);
+  return [...names].map(([version, ids]) => `version ${version}: ${ids.join(", ")}`).join("; ");
 }
 
 function draw() {
