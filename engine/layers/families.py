@@ -1,94 +1,478 @@
-"""Families of models whose layers Spool replaces by faster ones, by the names of their classes in transformers.
+"""Families of transformers whose decoder layers are described, each by how its modules differ from Llama's.
 
-Names, not imports: transformers renames classes now and then, and one missing name must cost one family its faster
-layers, not every model its engine.
+Classes are told by the names of their modules: transformers renames classes now and then, and one missing name must
+cost one family its fast layers, not every model its engine. A model that deviates from its family's entry, by its
+configuration or in a subclass, has no description, and keeps transformers' own layers.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN
 
 from spool.engine.attention.backends import AttentionRule
-from spool.engine.layers.linear import joined
+from spool.engine.layers.description import (
+    Activation,
+    Decoder,
+    DecoderLayer,
+    HeadNorms,
+    LayerWeights,
+    Norm,
+    Rotation,
+)
+from spool.engine.layers.linear import joined, with_inputs, with_outputs
+from spool.engine.parallel.layers import SummedLinear
+from spool.engine.quantization.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
-SILU = (nn.SiLU, SiLUActivation)
-"""Classes of the activation that fused layers of the Llama kind compute."""
+_Own = Callable[[Any], Any]
+"""Of an attention module."""
 
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-"""Families of the Llama kind: the name of the module in transformers.models, and how the names of its classes begin."""
+def _own_window(attention: Any) -> int | None:
+    window: int | None = getattr(attention, "sliding_window", None)
+    return window
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyClasses:
-    """Classes of one family. Subclasses are other classes: they may compute something else."""
-
-    decoder: type[nn.Module]
-    layer: type[nn.Module]
-    attention: type[nn.Module]
-    mlp: type[nn.Module]
+def _window_of_configuration(attention: Any) -> int | None:
+    window: int | None = getattr(attention.config, "sliding_window", None)
+    return window
 
 
-def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
-    """Classes of the known families that `model` is made of; empty for a model of another family.
+def _window_of_type(attention: Any) -> int | None:
+    """Of families whose layers leave it to masks."""
+    types = getattr(attention.config, "layer_types", None)
+    slides = types is None or types[attention.layer_idx] == "sliding_attention"
+    return attention.config.sliding_window if slides else None
 
-    A family whose classes this version of transformers does not have is left out, with a line in the log.
+
+def _always(attention: Any) -> bool:
+    return True
+
+
+def _of_layer_type(attention: Any) -> str:
+    kind: str = attention.config.layer_types[attention.layer_idx]
+    return kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names of modules within a decoder layer, and what is done with them. The defaults are Llama's, Qwen2's and
+    Qwen3's.
+
+    `qkv` names three layers, or one, whose outputs are all queries, keys and values or, if `qkv_by_head`, those of each
+    head in turn. `up` names the gate and its fellow, or one layer for both, or for the one if there is no gate
+    (`gated`). The norms of heads are there or not, as each model has it. `interleaved` rotations turn neighbours;
+    `rotated` says whether a layer rotates at all, and `rotation` which of its decoder's tables it has.
     """
-    found = []
-    modules = {type(module).__module__ for module in model.modules()}
-    for name, prefix in FAMILIES.items():
-        path = f"transformers.models.{name}.modeling_{name}"
-        if path not in modules and model.config.model_type != name:
+
+    attention: str = "self_attn"
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_by_head: bool = False
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_norms_after_rotation: bool = False
+    window: Callable[[Any], int | None] = _own_window
+    softcap: str | None = None
+    mlp: str = "mlp"
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    down: str = "down_proj"
+    activation: str = "act_fn"
+    parallel: Callable[[Any], bool] = lambda layer: False
+    norm_offset: float = 0.0
+    """Added to the weights of all norms, in float32."""
+    interleaved: bool = False
+    backwards: bool = False
+    """Whether rotations turn the other way."""
+    rotated: Callable[[Any], bool] = _always
+    rotation: Callable[[Any], str] | None = None
+    exact_angles: bool = False
+    """Whether cosines and sines stay in float32."""
+    embed: str = "embed_tokens"
+    embedding_norm: str | None = None
+    norm: str = "norm"
+    head_multiplier: Callable[[Any], float] = lambda config: 1.0
+    head_cap: str | None = None
+    fits: Callable[[Any], bool] = lambda config: True
+    """Whether a configuration asks for nothing beyond this entry."""
+
+
+_NORMS_BEHIND = {"attention_norm": None, "attention_post_norm": "post_attention_layernorm"}
+_NORMS_BEHIND |= {"mlp_norm": None, "mlp_post_norm": "post_feedforward_layernorm"}
+_NORMS_AROUND = {"attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+_NORMS_AROUND |= {"mlp_post_norm": "post_feedforward_layernorm"}
+_DENSE = {"up": ("fc1",), "gated": False, "down": "fc2", "activation": "activation_fn"}
+_NEOX_HEADS: dict[str, Any] = {"qkv": ("query_key_value",), "qkv_by_head": True, "out": "dense"}
+_NEOX_MLP: dict[str, Any] = {"up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h", "activation": "act"}
+_GRANITE: dict[str, Any] = {"head_multiplier": lambda config: 1 / config.logits_scaling}
+_UNCLIPPED: dict[str, Any] = {"fits": lambda config: config.clip_qkv is None}
+
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(("cwm", "llama", "ministral", "qwen2", "qwen3", "seed_oss"), Family()),
+    **dict.fromkeys(("arcee", "jais2"), Family(up=("up_proj",), gated=False)),
+    "mistral": Family(window=_window_of_configuration),
+    "phi3": Family(
+        qkv=("qkv_proj",), up=("gate_up_proj",), activation="activation_fn", window=_window_of_configuration
+    ),
+    "smollm3": Family(rotated=lambda attention: bool(attention.use_rope)),
+    "ernie4_5": Family(interleaved=True, exact_angles=True),
+    "helium": Family(interleaved=True),
+    "glm": Family(interleaved=True, up=("gate_up_proj",), activation="activation_fn"),
+    "glm4": Family(
+        interleaved=True,
+        up=("gate_up_proj",),
+        activation="activation_fn",
+        attention_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    ),
+    "gemma": Family(norm_offset=1.0),
+    "gemma2": Family(
+        norm_offset=1.0, softcap="attn_logit_softcapping", head_cap="final_logit_softcapping", **_NORMS_AROUND
+    ),
+    "gemma3_text": Family(
+        norm_offset=1.0, rotation=_of_layer_type, head_cap="final_logit_softcapping", **_NORMS_AROUND
+    ),
+    "vaultgemma": Family(
+        norm_offset=1.0,
+        mlp_norm="pre_feedforward_layernorm",
+        softcap="attn_logit_softcapping",
+        head_cap="final_logit_softcapping",
+    ),
+    "olmo": Family(exact_angles=True, **_UNCLIPPED),
+    "olmo2": Family(exact_angles=True, **_NORMS_BEHIND),
+    "olmo3": Family(exact_angles=True, rotation=_of_layer_type, **_NORMS_BEHIND),
+    "exaone4": Family(
+        window=lambda attention: attention.sliding_window if attention.is_sliding else None,
+        rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
+        **_NORMS_BEHIND,
+    ),
+    **dict.fromkeys(("granite", "granite_swa"), Family(**_GRANITE)),
+    "hyperclovax": Family(
+        attention_post_norm="post_norm1",
+        mlp_post_norm="post_norm2",
+        head_multiplier=lambda config: config.logits_scaling,
+    ),
+    "hunyuan_v1_dense": Family(head_norms=("query_layernorm", "key_layernorm"), head_norms_after_rotation=True),
+    "cohere": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        interleaved=True,
+        head_multiplier=lambda config: config.logit_scale,
+    ),
+    "cohere2": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        interleaved=True,
+        rotated=lambda attention: attention.sliding_window is not None,
+        head_multiplier=lambda config: config.logit_scale,
+    ),
+    "phi": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        out="dense",
+        head_norms=("q_layernorm", "k_layernorm"),
+        norm="final_layernorm",
+        **_DENSE,
+    ),
+    "starcoder2": Family(up=("c_fc",), gated=False, down="c_proj", activation="act", window=_window_of_configuration),
+    "nanochat": Family(
+        backwards=True,
+        head_norms_after_rotation=True,
+        embedding_norm="norm",
+        head_cap="final_logit_softcapping",
+        **_DENSE,
+    ),
+    "gpt_neox": Family(
+        attention="attention",
+        parallel=lambda layer: bool(layer.use_parallel_residual),
+        embed="embed_in",
+        norm="final_layer_norm",
+        **_NEOX_HEADS,
+        **_NEOX_MLP,
+    ),
+    "persimmon": Family(head_norms=("q_layernorm", "k_layernorm"), norm="final_layernorm", **_NEOX_HEADS, **_NEOX_MLP),
+    # With experts.
+    **dict.fromkeys(("dots1", "glm4_moe", "qwen3_moe", "solar_open"), Family()),
+    "qwen2_moe": Family(window=_window_of_type),
+    "mixtral": Family(window=_window_of_configuration),
+    "phimoe": Family(window=_window_of_type),
+    "minimax_m2": Family(),
+    "olmoe": Family(window=_window_of_configuration, **_UNCLIPPED),
+    "flex_olmo": Family(exact_angles=True, **_NORMS_BEHIND),
+    "gpt_oss": Family(),
+    "ernie4_5_moe": Family(interleaved=True, exact_angles=True),
+    "hunyuan_v1_moe": Family(head_norms=("query_layernorm", "key_layernorm"), head_norms_after_rotation=True),
+    "granitemoe": Family(mlp="block_sparse_moe", **_GRANITE),
+}
+"""By model type."""
+
+
+_LINEAR = (nn.Linear, QuantizedLinear, SummedLinear)
+ACTIVATIONS: Mapping[type, Activation] = {
+    **{type(ACT2FN[name]): Activation.SILU for name in ("silu", "swish")},
+    type(ACT2FN["gelu"]): Activation.GELU,
+    **{type(ACT2FN[name]): Activation.GELU_TANH for name in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")},
+    type(ACT2FN["relu"]): Activation.RELU,
+    type(ACT2FN["relu2"]): Activation.RELU_SQUARED,
+}
+_NO_ROTATION = "none"
+
+
+class _NotDescribedError(Exception):
+    pass
+
+
+def family_of(model: PreTrainedModel) -> Family | None:
+    """None for a model that no entry of `FAMILIES` is about."""
+    kind = getattr(type(model.base_model), "config_class", None)
+    return None if kind is None else FAMILIES.get(kind.model_type)
+
+
+def describe(model: PreTrainedModel, size_multiple: int = 1, head_multiple: int = 2) -> Decoder | None:
+    """What the decoder of a model computes; None where no entry says so, and where the hidden or the inner size is no
+    multiple of `size_multiple`. Heads get zeros up to a multiple of `head_multiple` dimensions. The descriptions of
+    layers share weights with the model where these need no other order."""
+    family, config, decoder = family_of(model), model.config, model.base_model
+    if family is None or not family.fits(config):
+        return None
+    name = config.model_type
+    try:
+        layers: nn.ModuleList = decoder.layers
+        rotations, tables = _rotations(family, decoder, layers, model.dtype, head_multiple)
+        describe_layer = partial(_layer, family, tables, head_multiple)
+        for layer in layers:
+            _check(family, layer, size_multiple, head_multiple)
+        cap = None if family.head_cap is None else getattr(config, family.head_cap)
+        before = None if family.embedding_norm is None else getattr(decoder, family.embedding_norm)
+        return Decoder(
+            embed=getattr(decoder, family.embed),
+            layers=layers,
+            layer=describe_layer,
+            rotations=rotations,
+            norm=_norm(family, getattr(decoder, family.norm), config.hidden_size),
+            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
+            embedding_norm=None if before is None else _norm(family, before, config.hidden_size),
+            head_multiplier=float(family.head_multiplier(config)),
+            head_cap=None if not cap else float(cap),
+        )
+    except (_NotDescribedError, AttributeError) as error:
+        logger.warning("%s keeps transformers' own layers, which are slower: %s", name, error)
+        return None
+
+
+def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -> None:
+    """Raises _NotDescribedError, or AttributeError, for a layer that no description fits."""
+    attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
+    head_dim = _head_dim(attention)
+    linears = [getattr(attention, name) for name in (*family.qkv, family.out)]
+    if not hasattr(mlp, "experts"):
+        linears += [getattr(mlp, name) for name in (*family.up, family.down)]
+        if type(getattr(mlp, family.activation)) not in ACTIVATIONS:
+            raise _NotDescribedError(f"its activation is {type(getattr(mlp, family.activation)).__name__}")
+    elif family.parallel(layer):
+        raise _NotDescribedError("it has experts beside attention")
+    if others := {type(linear).__name__ for linear in linears if not isinstance(linear, _LINEAR)}:
+        raise _NotDescribedError(f"it has linear layers of type {', '.join(sorted(others))}")
+    sizes = [linear.in_features for linear in linears if linear is not linears[len(family.qkv)]]
+    if any(size % size_multiple for size in sizes):
+        raise _NotDescribedError(f"it has sizes {sizes}, must be multiples of {size_multiple}")
+    if head_dim % head_multiple:
+        if _head_norms(family, attention) is not None:
+            raise _NotDescribedError(f"its heads are normalized and have {head_dim} dimensions")
+        if not all(type(linear) is nn.Linear for linear in linears):
+            raise _NotDescribedError(f"its quantised or divided heads have {head_dim} dimensions")
+
+
+def _head_dim(attention: Any) -> int:
+    size: int = attention.head_dim if hasattr(attention, "head_dim") else attention.head_size
+    return size
+
+
+def _head_norms(family: Family, attention: Any) -> list[Any] | None:
+    norms = [getattr(attention, name, None) for name in family.head_norms]
+    return None if None in norms else norms
+
+
+def _rotations(
+    family: Family, decoder: Any, layers: nn.ModuleList, dtype: torch.dtype, head_multiple: int
+) -> tuple[list[Rotation], dict[str, tuple[int, int]]]:
+    """Those that layers have; by name, the place of each, and how many numbers of a head it turns."""
+    rotary, found = decoder.rotary_emb, list[Rotation]()
+    tables = dict[str, tuple[int, int]]()
+    for layer in layers:
+        attention = getattr(layer, family.attention)
+        name = _rotation_name(family, attention)
+        if name in tables:
             continue
-        try:
-            module = importlib.import_module(path)
-            parts = ("Model", "DecoderLayer", "Attention", "MLP")
-            found.append(FamilyClasses(*(getattr(module, f"{prefix}{part}") for part in parts)))
-        except (ImportError, AttributeError) as error:
-            logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
-    return found
+        half = -(-_head_dim(attention) // head_multiple) * head_multiple // 2
+        frequencies, scalings, turned = torch.zeros(half), torch.ones(half), 0
+        if name != _NO_ROTATION:
+            own = getattr(rotary, f"{name}_inv_freq" if name else "inv_freq").float()
+            turned = 2 * len(own)
+            frequencies[: len(own)] = -own if family.backwards else own
+            scalings[: len(own)] = getattr(rotary, f"{name}_attention_scaling" if name else "attention_scaling")
+        tables[name] = len(found), turned
+        angles = torch.float32 if family.exact_angles else dtype
+        found.append(Rotation(frequencies.to(decoder.device), scalings.to(decoder.device), angles))
+    return found, tables
 
 
-class LlamaLayer(nn.Module):
-    """What takes the place of a decoder layer of a known family: its weights, in four linear layers."""
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        make_linear: Callable[[nn.Module], nn.Module],
-        make_summed: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> None:
-        """`make_linear` makes what computes a linear layer; `make_summed`, where that is another, one whose inputs
-        ranks share."""
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self._index = attention.layer_idx
-        self._rule = AttentionRule(attention.scaling, getattr(attention, "sliding_window", None))
-        self._head_dim = attention.head_dim
-        self._query_heads = attention.q_proj.out_features // attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // attention.head_dim
-        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = (make_summed or make_linear)(attention.o_proj)
-        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = (make_summed or make_linear)(mlp.down_proj)
-        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
-        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        """Weights of the norms of a query head and of a key head, and their epsilon."""
-        if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
+def _rotation_name(family: Family, attention: Any) -> str:
+    if not family.rotated(attention):
+        return _NO_ROTATION
+    return "" if family.rotation is None else family.rotation(attention)
 
 
-def weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
-    """Of the norm of a known family: weight `[width]`, and what is added to the mean square."""
-    return norm.weight.detach(), norm.variance_epsilon
+def _norm(family: Family, module: Any, width: int) -> Norm:
+    """Of a module whose rows are `width` wide, or that has as many weights as there are."""
+    weight = getattr(module, "weight", None)
+    device = next(module.parameters()).device if weight is None and any(True for _ in module.parameters()) else None
+    weight = torch.ones(width, device=device) if weight is None else weight.detach().float() + family.norm_offset
+    bias = getattr(module, "bias", None)
+    epsilon = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    return Norm(
+        weight=weight.flatten(),
+        epsilon=_OLMO_EPSILON if epsilon is None else float(epsilon),
+        bias=None if bias is None else bias.detach().float(),
+        centred=type(module).__name__.endswith("LayerNorm"),
+    )
+
+
+_OLMO_EPSILON = 1e-5
+"""Of the only norm that does not tell its own."""
+
+
+def _norm_of_layer(family: Family, layer: Any, width: int, name: str | None) -> Norm | None:
+    module = None if name is None else getattr(layer, name)
+    return None if module is None or isinstance(module, nn.Identity) else _norm(family, module, width)
+
+
+def _layer(
+    family: Family, tables: Mapping[str, tuple[int, int]], head_multiple: int, layer: Any
+) -> tuple[DecoderLayer, LayerWeights]:
+    """`tables`: by name, the place of a rotation, and how many numbers of a head it turns."""
+    attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
+    head_dim = _head_dim(attention)
+    padded = -(-head_dim // head_multiple) * head_multiple
+    rotation, turned = tables[_rotation_name(family, attention)]
+    qkv, out = joined([getattr(attention, name) for name in family.qkv]), getattr(attention, family.out)
+    query_heads, kv_heads = _heads(family, attention, qkv.out_features, head_dim)
+    order = _head_order(head_dim, padded, turned, family.interleaved)
+    norm = partial(_norm_of_layer, family, layer, out.out_features)
+    head_norms = _head_norms(family, attention)
+    has_experts = hasattr(mlp, "experts")
+    description = DecoderLayer(
+        index=attention.layer_idx,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=padded,
+        rule=_rule(family, attention),
+        rotation=rotation,
+        attention_norm=norm(family.attention_norm),
+        mlp_norm=norm(family.mlp_norm),
+        attention_post_norm=norm(family.attention_post_norm),
+        mlp_post_norm=norm(family.mlp_post_norm),
+        head_norms=None if head_norms is None else _norms_of_heads(family, head_norms, query_heads, kv_heads, order),
+        activation=None if has_experts else ACTIVATIONS[type(getattr(mlp, family.activation))],
+        gated=family.gated,
+        multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        parallel=family.parallel(layer),
+    )
+    weights = LayerWeights(
+        qkv=with_outputs(qkv, _rows(family, query_heads, kv_heads, head_dim, order)),
+        out=out if padded == head_dim else with_inputs(out, _filled(query_heads, head_dim, padded)),
+        up=None if has_experts else joined([getattr(mlp, name) for name in family.up]),
+        down=None if has_experts else getattr(mlp, family.down),
+        experts=mlp if has_experts else None,
+    )
+    return description, weights
+
+
+def _rule(family: Family, attention: Any) -> AttentionRule:
+    sinks = getattr(attention, "sinks", None)
+    softcap = None if family.softcap is None else getattr(attention, family.softcap)
+    sinks = None if sinks is None else sinks.detach().float()
+    return AttentionRule(float(attention.scaling), family.window(attention) or None, softcap or None, sinks)
+
+
+def _heads(family: Family, attention: Any, outputs: int, head_dim: int) -> tuple[int, int]:
+    """Of queries and of keys."""
+    heads = outputs // head_dim
+    if family.qkv_by_head:
+        return heads // 3, heads // 3
+    if len(family.qkv) == 3:
+        kv_heads = getattr(attention, family.qkv[1]).out_features // head_dim
+    else:
+        kv_heads = attention.config.num_key_value_heads
+    return heads - 2 * kv_heads, kv_heads
+
+
+def _head_order(head_dim: int, padded: int, turned: int, interleaved: bool) -> torch.Tensor:
+    """Of a head of queries or keys: which of its numbers each place of its description has (int64 `[padded]`, -1 for
+    zero), so that halves are turned against each other, and what is not among the first `turned` numbers stays behind
+    those in either half."""
+    numbers = torch.arange(head_dim)
+    first, second = (numbers[:turned:2], numbers[1:turned:2]) if interleaved else numbers[:turned].chunk(2)
+    rest, zeros = numbers[turned:].chunk(2), torch.full(((padded - head_dim) // 2,), -1)
+    if turned == 0:
+        first = second = numbers[:0]
+    if turned == head_dim:
+        rest = (numbers[:0], numbers[:0])
+    return torch.cat((first, rest[0], zeros, second, rest[1], zeros))
+
+
+def _rows(family: Family, query_heads: int, kv_heads: int, head_dim: int, order: torch.Tensor) -> torch.Tensor:
+    """Which output of the model's own projection each output of the described one is; -1 for zero."""
+    values = torch.cat((torch.arange(head_dim), torch.full((len(order) - head_dim,), -1)))
+    rows = list[torch.Tensor]()
+    for head in range(query_heads + 2 * kv_heads):
+        places = order if head < query_heads + kv_heads else values
+        own = head % kv_heads * 3 + head // kv_heads if family.qkv_by_head else head
+        rows.append(torch.where(places < 0, -1, own * head_dim + places))
+    return torch.cat(rows)
+
+
+def _filled(heads: int, head_dim: int, padded: int) -> torch.Tensor:
+    """Of each input behind attention, the place among the model's own; -1 for zero."""
+    places = torch.arange(padded).expand(heads, padded)
+    own = torch.arange(heads).unsqueeze(1) * head_dim + places
+    return torch.where(places < head_dim, own, -1).flatten()
+
+
+def _norms_of_heads(
+    family: Family, norms: Sequence[Any], query_heads: int, kv_heads: int, order: torch.Tensor
+) -> HeadNorms:
+    counts, head_dim = (query_heads, kv_heads), len(order)
+    found = [_norm(family, module, head_dim) for module in norms]
+    # A weight of one dimension for all heads is of one row of them all; others are of heads, one or each.
+    dimensions = [getattr(module, "weight", torch.ones(head_dim)).dim() for module in norms]
+    whole = any(
+        norm.weight.numel() > head_dim and dimension == 1 for norm, dimension in zip(found, dimensions, strict=True)
+    )
+
+    def of_heads(numbers: torch.Tensor, count: int) -> torch.Tensor:
+        return numbers.view(-1, head_dim).expand(count, head_dim)[:, order].flatten()
+
+    queries, keys = (
+        replace(
+            norm,
+            weight=of_heads(norm.weight, count),
+            bias=None if norm.bias is None else of_heads(norm.bias, count),
+        )
+        for norm, count in zip(found, counts, strict=True)
+    )
+    return HeadNorms(queries, keys, whole, family.head_norms_after_rotation)
