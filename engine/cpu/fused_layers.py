@@ -66,7 +66,7 @@ class KernelLayer(nn.Module):
         return (*map(_described_norm, norms), kinds, *more, rule.window, rule.scaling, rule.cap)
 
     def pointers(self) -> KernelLayerWeights:
-        """Of a whole layer, which ends behind attention if it has experts. They point to what this layer keeps alive."""
+        """For a whole layer, which ends behind attention if it has experts. They point to what this object keeps."""
         layer = self.description
         weights = KernelLayerWeights(
             qkv=self._qkv.described,
@@ -89,13 +89,20 @@ class KernelLayer(nn.Module):
             weights.activation, weights.gated = layer.activation, layer.gated
         return weights
 
-    def add(self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep) -> None:
-        """Adds to `residual` `[rows, hidden]` what the layer adds, with the `signed_rotation` of the rows."""
+    def attended(
+        self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention makes of `residual` `[rows, hidden]`, with the `signed_rotation` of the rows, and what its
+        first norm does."""
         layer, kernels = self.description, self._kernels
         kv, slots = paged_step.kv.layers[layer.index], paged_step.of(layer.index).slots
         normed = kernels.norm(residual, layer.attention_norm)
         queries = kernels.rotate_write(self._qkv(normed), rotation, slots, kv, layer.query_heads, layer.head_norms)
-        attended = self._out(paged_step.attend(layer.index, queries, layer.rule).flatten(1))
+        return self._out(paged_step.attend(layer.index, queries, layer.rule).flatten(1)), normed
+
+    def add(self, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> None:
+        """Adds to `residual`, in place, what the layer adds, of what `attended` gives of it."""
+        layer, kernels = self.description, self._kernels
         if layer.parallel and layer.mlp_norm is not None:
             normed = kernels.norm(residual, layer.mlp_norm)
         kernels.add(residual, attended, layer.attention_post_norm, layer.multiplier)
@@ -181,6 +188,10 @@ class KernelDecoder(nn.Module):
             return products
         return self._kernels.cap(products, decoder.head_multiplier, decoder.head_cap)
 
+    def rotation(self, layer: KernelLayer, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer rotates by at positions (int64 `[rows]`) below `longest`."""
+        return self._rotations[layer.description.rotation].of(positions, longest)
+
     def add_layers(self, hidden_states: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> None:
         """Adds to `hidden_states` `[rows, hidden]`, in place, what the layers add."""
         plans = [group.plan for group in paged_step.groups if isinstance(group.plan, KernelPlan)]
@@ -191,7 +202,8 @@ class KernelDecoder(nn.Module):
             for place, layer in enumerate(self.layers):
                 if (take := self._taps.get(place)) is not None:
                     take(hidden_states)
-                layer.add(hidden_states, rotations[layer.description.rotation], paged_step)
+                attended = layer.attended(hidden_states, rotations[layer.description.rotation], paged_step)
+                layer.add(hidden_states, *attended)
             return
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
         kv, count = paged_step.kv, len(self._weights)

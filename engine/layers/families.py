@@ -274,6 +274,22 @@ def describe(model: PreTrainedModel, size_multiple: int = 1, head_multiple: int 
         return None
 
 
+def windows(model: PreTrainedModel) -> tuple[int | None, ...] | None:
+    """Of the layers of a described family, None for those that see everything; None for other families."""
+    family = family_of(model)
+    if family is None:
+        return None
+    return tuple(family.window(getattr(layer, family.attention)) or None for layer in model.base_model.layers)
+
+
+def attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
+    """The attention module of a layer of a described family."""
+    family = family_of(model)
+    assert family is not None, "the family has no description"
+    attention: nn.Module = getattr(layer, family.attention)
+    return attention
+
+
 def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -> None:
     """Raises _NotDescribedError, or AttributeError, for a layer that no description fits."""
     attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)

@@ -1,5 +1,5 @@
-"""Plain RMSNorms of decoders without a description, by torch's own norm: it adds up a row in one order however many rows
-there are. The modules' mean over a row does not on a GPU (docs/exactness.md)."""
+"""Plain RMSNorms of decoders without a description, by torch's own norm: it adds up a row in one order however many
+rows there are. The modules' mean over a row does not on a GPU (docs/exactness.md)."""
 
 from __future__ import annotations
 

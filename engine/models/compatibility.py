@@ -157,7 +157,7 @@ def _fix_table(module: Any, prefix: str, rope: Mapping[str, Any], longest: int |
 def windows_in_pass(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
     """Of the layers, None for those that see everything, as a pass over one token has them. `pool` has a free page of
     the runner's KV. Raises UnsupportedModelError for a model that fails in it."""
-    seen = _SeenWindows(runner.backend, runner.kv.layers)
+    seen = SeenRules(runner.backend, runner.kv.layers)
     table = PageTable()
     pool.append(table, 1)
     try:
@@ -170,26 +170,26 @@ def windows_in_pass(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ..
         raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
     finally:
         pool.free(table)
-    return tuple(seen.windows)
+    return tuple(rule.window for rule in seen.rules)
 
 
-class _SeenWindows:
-    """A backend, and the windows of its layers."""
+class SeenRules:
+    """A backend, and the rules that its layers had in the latest pass."""
 
     def __init__(self, backend: AttentionBackend, layers: Sequence[LayerKv]) -> None:
         self._backend = backend
         self.layers = layers
-        self.windows: list[int | None] = [None] * len(layers)
+        self.rules = [AttentionRule(0.0)] * len(layers)
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
         return _SeeingPlan(self, self._backend.plan(spans, batched_tokens))
 
 
 class _SeeingPlan:
-    def __init__(self, seen: _SeenWindows, plan: AttentionPlan) -> None:
+    def __init__(self, seen: SeenRules, plan: AttentionPlan) -> None:
         self._seen = seen
         self._plan = plan
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        self._seen.windows[self._seen.layers.index(layer)] = rule.window
+        self._seen.rules[self._seen.layers.index(layer)] = rule
         return self._plan.attend(layer, query, rule)

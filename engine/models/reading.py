@@ -15,10 +15,9 @@ from spool.engine.attention.paged_step import ATTENTION_NAME
 from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.memory import planned_kv_bytes
-from spool.engine.layers.families import FAMILIES
 from spool.engine.models.compatibility import check_config, fix_frequencies
 from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
-from spool.engine.models.families import SOLO_FAMILIES
+from spool.engine.models.families import DENSE_FAMILIES, SOLO_FAMILIES, SPARSE_FAMILIES
 from spool.engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.reference import own_attention
@@ -37,7 +36,7 @@ from spool.engine.quantization.model import (
     round_weights,
     stored_quantization,
 )
-from spool.engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS, stated_quantization
+from spool.engine.quantization.sizes import NOT_QUANTIZED, ROUNDED_BITS, stated_quantization
 from spool.engine.sampling.grammars import Grammars
 from spool.engine.settings import EngineSettings
 from spool.scheduler.messages import Role
@@ -194,7 +193,7 @@ def _read_quantized(
         )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
-    known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
+    known = settings.quantization == AUTO and config.model_type in DENSE_FAMILIES
     dtype, kernels = _dtype_and_kernels(asked, device, settings, progress, quantized=known)
     keep = known and takes_codes(dtype, device)
     try:
@@ -231,7 +230,7 @@ def _round(
     bits = ROUNDED_BITS.get(settings.quantization)
     if bits is None:
         return NOT_QUANTIZED
-    if model.config.model_type not in FAMILIES or not takes_codes(model.dtype, device):
+    if model.config.model_type not in DENSE_FAMILIES | SPARSE_FAMILIES or not takes_codes(model.dtype, device):
         report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
         return NOT_QUANTIZED
     progress(f"rounding weights to {bits} bits", None)

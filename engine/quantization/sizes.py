@@ -20,9 +20,6 @@ ROUNDED_BITS = {"int8": 8, "int4": 4}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HEAD_BITS = 8
 """Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
-QUANTIZED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of these, weights stay quantised as a checkpoint has them: all but biases and norms are of linear layers and of the
-embedding."""
 
 # As engine/quantization/weights.py keeps codes: inputs that share a scale, and the bytes of that and of a minimum.
 _GROUP, _SMALL_GROUP = 32, 16
