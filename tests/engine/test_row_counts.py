@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from spool.engine.cpu.linear import replace_linears
 from spool.engine.errors import ExactModeUnavailableError
 from spool.engine.exactness.calibration import calibrate, candidate_row_counts
-from spool.engine.layers.joined_layers import FusedRmsNorm, join_layers
+from spool.engine.layers.plain_norms import FusedRmsNorm, replace_norms
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.vocabulary import Vocabulary
 from tests.support.cpu_kernels import compiled_kernels
@@ -46,8 +46,9 @@ def accepted(model: PreTrainedModel) -> tuple[int, ...]:
     return calibrate(model, loaded.runner, 16, MOST_ROWS).row_counts
 
 
-def test_joined_layers_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
-    join_layers(model, compiled_kernels(torch.float32))
+def test_replaced_norms_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
+    replace_norms(model)
+    replace_linears(model, compiled_kernels(torch.float32))
     assert any(isinstance(module, FusedRmsNorm) for module in model.modules())
     assert accepted(model) == candidate_row_counts(MOST_ROWS)
 
