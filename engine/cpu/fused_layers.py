@@ -25,7 +25,7 @@ from spool.engine.cpu.kernels import (
     kernel_rule,
 )
 from spool.engine.cpu.linear import kernel_linear
-from spool.engine.layers.description import Decoder, DecoderLayer, LayerWeights, Norm
+from spool.engine.layers.description import Activation, Decoder, DecoderLayer, LayerWeights, Norm
 from spool.engine.layers.families import describe
 from spool.engine.layers.rotation import RotationTable
 from spool.engine.parallel.layers import SummedLinear
@@ -55,15 +55,24 @@ class KernelLayer(nn.Module):
 
     @property
     def described(self) -> tuple[object, ...]:
-        """Of what the layer computes, all but weights and sizes."""
-        layer, rule = self.description, kernel_rule(self.description.rule)
-        heads = layer.head_norms
-        norms = [layer.attention_norm, layer.attention_post_norm, layer.mlp_norm, layer.mlp_post_norm]
-        norms += [None, None] if heads is None else [heads.queries, heads.keys]
-        kinds = None if heads is None else (heads.whole, heads.after_rotation)
-        activation = None if layer.activation is None else layer.activation.name
-        more = activation, layer.gated, layer.multiplier, layer.parallel, layer.rotation
-        return (*map(_described_norm, norms), kinds, *more, rule.window, rule.scaling, rule.cap)
+        """Of what the layer computes, all but weights and sizes; at the end, by name, what Llama's has otherwise."""
+        layer, heads, rule = self.description, self.description.head_norms, kernel_rule(self.description.rule)
+        norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm, "heads": heads and heads.queries}
+        epsilons = [None if norm is None else norm.epsilon for norm in norms.values()]
+        post_norms = {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
+        more = {name: kind for name, norm in norms.items() if (kind := _kind(norm)) is not None}
+        more |= {name: (norm.epsilon, _kind(norm)) for name, norm in post_norms.items() if norm is not None}
+        usual: dict[str, tuple[object, object]] = {
+            "heads are": ((heads.whole, heads.after_rotation) if heads else None, (False, False) if heads else None),
+            "activation": (layer.activation, Activation.SILU),
+            "gated": (layer.gated, True),
+            "multiplier": (layer.multiplier, 1.0),
+            "parallel": (layer.parallel, False),
+            "rotation": (layer.rotation, 0),
+            "sinks": (layer.rule.sinks is not None, False),
+        }
+        more |= {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
+        return (*epsilons, rule.window, rule.scaling, rule.cap, *([more] if more else []))
 
     def pointers(self) -> KernelLayerWeights:
         """For a whole layer, which ends behind attention if it has experts. They point to what this object keeps."""
@@ -121,8 +130,10 @@ class KernelLayer(nn.Module):
         kernels.add(residual, added, layer.mlp_post_norm, layer.multiplier)
 
 
-def _described_norm(norm: Norm | None) -> tuple[object, ...] | None:
-    return None if norm is None else (norm.epsilon, norm.centred, norm.bias is not None)
+def _kind(norm: Norm | None) -> tuple[bool, bool] | None:
+    """Of a norm that is not Llama's, whether it is centred, and has a bias."""
+    kind = (norm.centred, norm.bias is not None) if norm is not None else (False, False)
+    return kind if any(kind) else None
 
 
 class KernelDecoder(nn.Module):
@@ -152,12 +163,19 @@ class KernelDecoder(nn.Module):
 
     @property
     def described(self) -> str:
-        """Of what the layers compute, all but weights."""
-        decoder = self._decoder
-        norms = _described_norm(decoder.norm), _described_norm(decoder.embedding_norm)
-        more = decoder.embedding_multiplier, decoder.head_multiplier, decoder.head_cap
+        """Of what the decoder computes, all but weights; at the end, by name, what Llama's has otherwise."""
+        decoder, (rotation, *others) = self._decoder, [rotation.described for rotation in self._rotations]
+        usual: dict[str, tuple[object, object]] = {
+            "norm": (_kind(decoder.norm), None),
+            "rotations": (others, []),
+            "embedding_multiplier": (decoder.embedding_multiplier, 1.0),
+            "embedding_norm": (decoder.embedding_norm and decoder.embedding_norm.epsilon, None),
+            "head_multiplier": (decoder.head_multiplier, 1.0),
+            "head_cap": (decoder.head_cap, None),
+        }
+        more = {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
         layers = [layer.described for layer in self.layers]
-        return repr((layers, *norms, *more, [rotation.described for rotation in self._rotations]))
+        return repr((layers, decoder.norm.epsilon, rotation, *([more] if more else [])))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens

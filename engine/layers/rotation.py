@@ -1,5 +1,5 @@
-"""Rotary positions, out of operations that give the same bits on every processor: a
-library's powers and sines do not (engine/ieee_math.py)."""
+"""Rotary positions, out of operations that give the same bits on every processor: a library's powers and sines do not
+(engine/ieee_math.py)."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ class RotationTable:
     @property
     def described(self) -> tuple[object, ...]:
         rotation = self._rotation
-        return (rotation.frequencies.tolist(), rotation.scalings.tolist(), str(rotation.dtype))
+        scalings = rotation.scalings.tolist()
+        scaling = scalings[0] if len(set(scalings)) == 1 else scalings
+        return (rotation.frequencies.tolist(), scaling, str(rotation.dtype))
 
     def of(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """The `signed_rotation` of positions (int64 `[rows]`) below `longest`."""

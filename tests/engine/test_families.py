@@ -12,7 +12,7 @@ import pytest
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.pages import PageTable
 from spool.engine.models.compatibility import check_config
-from spool.engine.models.families import PAGED_FAMILIES, SOLO_FAMILIES
+from spool.engine.models.families import DENSE_FAMILIES, PAGED_FAMILIES, SOLO_FAMILIES, SPARSE_FAMILIES
 from spool.engine.models.loading import load_draft_engine, load_target_engine
 from spool.engine.settings import EngineSettings
 from spool.engine.steps import VerifyRow
@@ -183,7 +183,14 @@ def test_what_a_familys_configurations_have_is_not_refused(family: str) -> None:
 
 
 def test_the_page_of_models_lists_the_families() -> None:
-    served = PAGE.read_text(encoding="utf-8").partition("**Refused**")[0]
-    lists = [{*re.findall(r"[\w-]+", found)} for found in re.findall(r"(?:`[\w-]+`,\s+)+`[\w-]+`", served)]
-    assert lists[0] == PAGED_FAMILIES
-    assert set[str]().union(*lists[1:]) == SOLO_FAMILIES
+    text = PAGE.read_text(encoding="utf-8")
+    paged, *solo = _lists(text.partition("**Refused**")[0])
+    assert paged == PAGED_FAMILIES
+    assert set[str]().union(*solo) == SOLO_FAMILIES
+    dense, sparse, *_ = _lists(text.partition("## Fast families")[2])
+    assert dense == DENSE_FAMILIES
+    assert sparse == SPARSE_FAMILIES
+
+
+def _lists(text: str) -> list[set[str]]:
+    return [{*re.findall(r"[\w-]+", found)} for found in re.findall(r"(?:`[\w-]+`,\s+)+`[\w-]+`", text)]
