@@ -253,9 +253,10 @@ def describe(model: PreTrainedModel, size_multiple: int = 1, head_multiple: int 
     try:
         layers: nn.ModuleList = decoder.layers
         rotations, tables = _rotations(family, decoder, layers, model.dtype, head_multiple)
-        describe_layer = partial(_layer, family, tables, head_multiple)
+        describe_layer = partial(_layer, family, tables, head_multiple, decoder.device)
         for layer in layers:
             _check(family, layer, size_multiple, head_multiple)
+        norm = partial(_norm, family, width=config.hidden_size, device=decoder.device)
         cap = None if family.head_cap is None else getattr(config, family.head_cap)
         before = None if family.embedding_norm is None else getattr(decoder, family.embedding_norm)
         return Decoder(
@@ -263,9 +264,9 @@ def describe(model: PreTrainedModel, size_multiple: int = 1, head_multiple: int 
             layers=layers,
             layer=describe_layer,
             rotations=rotations,
-            norm=_norm(family, getattr(decoder, family.norm), config.hidden_size),
+            norm=norm(getattr(decoder, family.norm)),
             embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
-            embedding_norm=None if before is None else _norm(family, before, config.hidden_size),
+            embedding_norm=None if before is None else norm(before),
             head_multiplier=float(family.head_multiplier(config)),
             head_cap=None if not cap else float(cap),
         )
@@ -335,7 +336,8 @@ def _rotations(
         if name in tables:
             continue
         half = -(-_head_dim(attention) // head_multiple) * head_multiple // 2
-        frequencies, scalings, turned = torch.zeros(half), torch.ones(half), 0
+        frequencies = torch.zeros(half, dtype=torch.float32)
+        scalings, turned = torch.ones_like(frequencies), 0
         if name != _NO_ROTATION:
             own = getattr(rotary, f"{name}_inv_freq" if name else "inv_freq").float()
             turned = 2 * len(own)
@@ -353,15 +355,16 @@ def _rotation_name(family: Family, attention: Any) -> str:
     return "" if family.rotation is None else family.rotation(attention)
 
 
-def _norm(family: Family, module: Any, width: int) -> Norm:
+def _norm(family: Family, module: Any, width: int, device: torch.device) -> Norm:
     """Of a module whose rows are `width` wide, or that has as many weights as there are."""
-    weight = getattr(module, "weight", None)
-    device = next(module.parameters()).device if weight is None and any(True for _ in module.parameters()) else None
-    weight = torch.ones(width, device=device) if weight is None else weight.detach().float() + family.norm_offset
-    bias = getattr(module, "bias", None)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if weight is None:
+        weight = torch.ones(width, dtype=torch.float32, device=device)
+    else:
+        weight = weight.detach().float().flatten() + family.norm_offset
     epsilon = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
     return Norm(
-        weight=weight.flatten(),
+        weight=weight,
         epsilon=_OLMO_EPSILON if epsilon is None else float(epsilon),
         bias=None if bias is None else bias.detach().float(),
         centred=type(module).__name__.endswith("LayerNorm"),
@@ -372,13 +375,13 @@ _OLMO_EPSILON = 1e-5
 """Of the only norm that does not tell its own."""
 
 
-def _norm_of_layer(family: Family, layer: Any, width: int, name: str | None) -> Norm | None:
+def _norm_of_layer(family: Family, layer: Any, width: int, device: torch.device, name: str | None) -> Norm | None:
     module = None if name is None else getattr(layer, name)
-    return None if module is None or isinstance(module, nn.Identity) else _norm(family, module, width)
+    return None if module is None or isinstance(module, nn.Identity) else _norm(family, module, width, device)
 
 
 def _layer(
-    family: Family, tables: Mapping[str, tuple[int, int]], head_multiple: int, layer: Any
+    family: Family, tables: Mapping[str, tuple[int, int]], head_multiple: int, device: torch.device, layer: Any
 ) -> tuple[DecoderLayer, LayerWeights]:
     """`tables`: by name, the place of a rotation, and how many numbers of a head it turns."""
     attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
@@ -388,8 +391,8 @@ def _layer(
     qkv, out = joined([getattr(attention, name) for name in family.qkv]), getattr(attention, family.out)
     query_heads, kv_heads = _heads(family, attention, qkv.out_features, head_dim)
     order = _head_order(head_dim, padded, turned, family.interleaved)
-    norm = partial(_norm_of_layer, family, layer, out.out_features)
-    head_norms = _head_norms(family, attention)
+    norm = partial(_norm_of_layer, family, layer, out.out_features, device)
+    norms = _head_norms(family, attention)
     has_experts = hasattr(mlp, "experts")
     description = DecoderLayer(
         index=attention.layer_idx,
@@ -402,7 +405,9 @@ def _layer(
         mlp_norm=norm(family.mlp_norm),
         attention_post_norm=norm(family.attention_post_norm),
         mlp_post_norm=norm(family.mlp_post_norm),
-        head_norms=None if head_norms is None else _norms_of_heads(family, head_norms, query_heads, kv_heads, order),
+        head_norms=None
+        if head_norms is None
+        else _norms_of_heads(family, head_norms, query_heads, kv_heads, order, device),
         activation=None if has_experts else ACTIVATIONS[type(getattr(mlp, family.activation))],
         gated=family.gated,
         multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
@@ -470,15 +475,13 @@ def _filled(heads: int, head_dim: int, padded: int) -> torch.Tensor:
 
 
 def _norms_of_heads(
-    family: Family, norms: Sequence[Any], query_heads: int, kv_heads: int, order: torch.Tensor
+    family: Family, norms: Sequence[Any], query_heads: int, kv_heads: int, order: torch.Tensor, device: torch.device
 ) -> HeadNorms:
     counts, head_dim = (query_heads, kv_heads), len(order)
-    found = [_norm(family, module, head_dim) for module in norms]
+    found = [_norm(family, module, head_dim, device) for module in norms]
     # A weight of one dimension for all heads is of one row of them all; others are of heads, one or each.
-    dimensions = [getattr(module, "weight", torch.ones(head_dim)).dim() for module in norms]
-    whole = any(
-        norm.weight.numel() > head_dim and dimension == 1 for norm, dimension in zip(found, dimensions, strict=True)
-    )
+    weights = [module.weight for module in norms if hasattr(module, "weight")]
+    whole = any(weight.dim() == 1 and len(weight) > head_dim for weight in weights)
 
     def of_heads(numbers: torch.Tensor, count: int) -> torch.Tensor:
         return numbers.view(-1, head_dim).expand(count, head_dim)[:, order].flatten()

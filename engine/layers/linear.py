@@ -29,8 +29,8 @@ def with_outputs(layer: nn.Linear | QuantizedLinear, which: torch.Tensor) -> nn.
     that is its own order."""
     if torch.equal(which, torch.arange(layer.out_features)):
         return layer
-    zeros = (which < 0).nonzero().flatten()
-    which = which.clamp(min=0)
+    device = (layer.codes if isinstance(layer, QuantizedLinear) else layer.weight).device
+    zeros, which = (which < 0).nonzero().flatten().to(device), which.clamp(min=0).to(device)
     with torch.no_grad():
         bias = None if layer.bias is None else layer.bias[which].index_fill_(0, zeros, 0)
         if isinstance(layer, QuantizedLinear):
