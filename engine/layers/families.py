@@ -405,9 +405,7 @@ def _layer(
         mlp_norm=norm(family.mlp_norm),
         attention_post_norm=norm(family.attention_post_norm),
         mlp_post_norm=norm(family.mlp_post_norm),
-        head_norms=None
-        if head_norms is None
-        else _norms_of_heads(family, head_norms, query_heads, kv_heads, order, device),
+        head_norms=None if norms is None else _norms_of_heads(family, norms, query_heads, kv_heads, order, device),
         activation=None if has_experts else ACTIVATIONS[type(getattr(mlp, family.activation))],
         gated=family.gated,
         multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
