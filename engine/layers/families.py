@@ -34,9 +34,6 @@ from spool.engine.quantization.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
-_Own = Callable[[Any], Any]
-"""Of an attention module."""
-
 
 def _own_window(attention: Any) -> int | None:
     window: int | None = getattr(attention, "sliding_window", None)
@@ -304,6 +301,8 @@ def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -
         raise _NotDescribedError("it has experts beside attention")
     if others := {type(linear).__name__ for linear in linears if not isinstance(linear, _LINEAR)}:
         raise _NotDescribedError(f"it has linear layers of type {', '.join(sorted(others))}")
+    if unknown := sorted(name for name in layer.state_dict() if not name.startswith(_known(family, mlp))):
+        raise _NotDescribedError(f"its entry does not know {', '.join(unknown)}")
     sizes = [linear.in_features for linear in linears if linear is not linears[len(family.qkv)]]
     if any(size % size_multiple for size in sizes):
         raise _NotDescribedError(f"it has sizes {sizes}, must be multiples of {size_multiple}")
@@ -312,6 +311,19 @@ def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -
             raise _NotDescribedError(f"its heads are normalized and have {head_dim} dimensions")
         if not all(type(linear) is nn.Linear for linear in linears):
             raise _NotDescribedError(f"its quantised or divided heads have {head_dim} dimensions")
+
+
+def _known(family: Family, mlp: Any) -> tuple[str, ...]:
+    """How the names of a layer's tensors begin that a description has."""
+    norms = family.attention_norm, family.attention_post_norm, family.mlp_norm, family.mlp_post_norm
+    of_attention = *family.qkv, family.out, *family.head_norms
+    of_mlp = ("",) if hasattr(mlp, "experts") else (*family.up, family.down)
+    return (
+        *(f"{norm}." for norm in norms if norm is not None),
+        *(f"{family.attention}.{name}." for name in of_attention),
+        f"{family.attention}.sinks",
+        *(f"{family.mlp}.{name}" for name in of_mlp),
+    )
 
 
 def _head_dim(attention: Any) -> int:

@@ -111,6 +111,9 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, is
     assert torch.equal(together, logits[ends])
 
 
+SWAPPED_NORMS = {"attention_post_norm": "post_feedforward_layernorm", "mlp_post_norm": "post_attention_layernorm"}
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, family: str, **wrong: Any) -> None:
     monkeypatch.setitem(families.FAMILIES, family, replace(FAMILIES[family], **wrong))
 
@@ -125,8 +128,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, family: str, **wrong: Any) -> None:
         ("hunyuan_v1_dense", {"head_norms_after_rotation": False}, "the attention of layer 0"),
         ("cohere2", {"rotated": lambda attention: True}, "the attention of layer 1"),
         ("gemma3_text", {"window": lambda attention: None}, "in layer 0, attention has scaling, window, cap"),
-        ("gemma3_text", {"attention_post_norm": None}, "the MLP or the norms of layer 0"),
-        ("olmo2", {"mlp_post_norm": None}, "the MLP or the norms of layer 0"),
+        ("gemma3_text", SWAPPED_NORMS, "the MLP or the norms of layer 0"),
         ("gpt_neox", {"parallel": lambda layer: False}, "the MLP or the norms of layer 0"),
         ("mixtral", {"interleaved": True}, "the attention of layer 0"),
         ("nanochat", {"embedding_norm": None}, "embeddings, layers and the last norm"),
@@ -142,14 +144,28 @@ def test_a_wrong_description_is_refused(
         load(tmp_path, dtype)
 
 
-def test_a_module_of_another_name_costs_its_family_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("family", "wrong", "reason"),
+    [
+        ("llama", {"out": "output_projection"}, "no attribute 'output_projection'"),
+        ("qwen3", {"head_norms": ("q_layernorm", "k_layernorm")}, "its entry does not know self_attn.k_norm.weight"),
+        ("glm4", {"mlp_post_norm": None}, "its entry does not know post_mlp_layernorm.weight"),
+    ],
+)
+def test_modules_that_an_entry_does_not_know_cost_its_family_alone(
+    family: str,
+    wrong: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = spread_model(tiny_config("llama", KERNEL_SIZES))
+    model = spread_model(tiny_config(family, KERNEL_SIZES))
     model.save_pretrained(tmp_path)
-    planted(monkeypatch, "llama", out="output_projection")
+    planted(monkeypatch, family, **wrong)
     engine = load(tmp_path)
-    assert "llama keeps transformers' own layers, which are slower" in caplog.text
+    assert f"{family} keeps transformers' own layers, which are slower: " in caplog.text
+    assert reason in caplog.text
     found = decoded(engine, PROMPTS, NEW_TOKENS)
     assert [[token for token, _ in output] for output in found] == [
         generated(model, prompt, NEW_TOKENS) for prompt in PROMPTS
