@@ -25,8 +25,8 @@ from spool.engine.cpu.kernels import (
     kernel_rule,
 )
 from spool.engine.cpu.linear import kernel_linear
+from spool.engine.layers.describing import describe
 from spool.engine.layers.description import Activation, Decoder, DecoderLayer, LayerWeights, Norm
-from spool.engine.layers.families import describe
 from spool.engine.layers.rotation import RotationTable
 from spool.engine.parallel.layers import SummedLinear
 
@@ -57,10 +57,11 @@ class KernelLayer(nn.Module):
     def described(self) -> tuple[object, ...]:
         """Of what the layer computes, all but weights and sizes; at the end, by name, what Llama's has otherwise."""
         layer, heads, rule = self.description, self.description.head_norms, kernel_rule(self.description.rule)
-        norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm, "heads": heads and heads.queries}
+        of_heads = None if heads is None else heads.queries
+        norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm, "heads": of_heads}
         epsilons = [None if norm is None else norm.epsilon for norm in norms.values()]
         post_norms = {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
-        more = {name: kind for name, norm in norms.items() if (kind := _kind(norm)) is not None}
+        more: dict[str, object] = {name: kind for name, norm in norms.items() if (kind := _kind(norm)) is not None}
         more |= {name: (norm.epsilon, _kind(norm)) for name, norm in post_norms.items() if norm is not None}
         usual: dict[str, tuple[object, object]] = {
             "heads are": ((heads.whole, heads.after_rotation) if heads else None, (False, False) if heads else None),

@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from spool.engine.layers.describing import ACTIVATIONS
 from spool.engine.layers.description import Activation
-from spool.engine.layers.families import ACTIVATIONS
 from spool.engine.layers.linear import apart, linear_of
 
 

@@ -16,7 +16,7 @@ from spool.engine.attention.backends import AttentionBackend, AttentionPlan, Att
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import LayerKv
 from spool.engine.kv.pages import PagePool, PageTable
-from spool.engine.layers.families import family_of
+from spool.engine.layers.describing import family_of
 from spool.engine.layers.rotation import inverse_frequencies
 from spool.engine.models.families import PAGED_FAMILIES, SOLO_FAMILIES
 from spool.engine.models.source import longest_sequence

@@ -35,7 +35,7 @@ from spool.engine.kv.kv_store import KvStore
 from spool.engine.kv.memory import kv_bytes
 from spool.engine.kv.paged_kv import PagedKvStore
 from spool.engine.kv.pages import PagePool
-from spool.engine.layers.families import windows
+from spool.engine.layers.describing import windows
 from spool.engine.models.compatibility import has_moving_rope, windows_in_pass
 from spool.engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
 from spool.engine.models.drafting_head import MTP, head_architecture

@@ -19,8 +19,8 @@ from spool.engine.attention.paged_step import GroupStep, PagedStep
 from spool.engine.cpu.fused_layers import KernelDecoder, KernelLayer
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.pages import PagePool, PageTable
+from spool.engine.layers.describing import attention_of, family_of
 from spool.engine.layers.experts import sparse_blocks
-from spool.engine.layers.families import attention_of, family_of
 from spool.engine.models.compatibility import SeenRules
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.passes.device import current, on_device
