@@ -16,7 +16,7 @@ from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.memory import planned_kv_bytes
 from spool.engine.models.compatibility import check_config, fix_frequencies
-from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
+from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, converted, dtype_name
 from spool.engine.models.families import DENSE_FAMILIES, SOLO_FAMILIES, SPARSE_FAMILIES
 from spool.engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
 from spool.engine.models.loaded_model import LoadedModel
@@ -67,7 +67,8 @@ def read_model(
         model = _read_plain(folder, config, settings, ranks)
         rounded = settings.quantization in ROUNDED_BITS
         dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress, rounded)
-        model = model if dtype == model.dtype else model.to(dtype)
+        if dtype != model.dtype:
+            converted(model, dtype)
         quantization = _round(model, device, settings, progress)
     else:
         model, kernels = _read_quantized(source, config, quantization, device, settings, ranks, progress)

@@ -25,7 +25,7 @@ HEAD_BITS = 8
 _GROUP, _SMALL_GROUP = 32, 16
 _SCALE_BYTES = 2 * 4
 
-_ENDS = ("embed_tokens", "lm_head")
+_ENDS = ("embed_tokens", "lm_head", "embed_in", "embed_out")
 # Last parts of the names of tensors with several codes in each of their int32 words, and of tensors that go with codes.
 _PACKED = ("weight_packed", "qweight")
 _WEIGHT_PARTS = {"weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"}
