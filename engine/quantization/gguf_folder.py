@@ -33,12 +33,24 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_WORDS_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS_BY_PRE = {
-    "llama-bpe": _WORDS.replace("DIGITS", "{1,3}"),
-    "llama3": _WORDS.replace("DIGITS", "{1,3}"),
+    **dict.fromkeys(
+        ("chatglm-bpe", "dbrx", "glm4", "llama-bpe", "llama3", "smaug-bpe"), _WORDS.replace("DIGITS", "{1,3}")
+    ),
     "qwen2": _WORDS.replace("DIGITS", ""),
+    "gpt-4o": _WORDS_BY_CASE,
 }
-_PRES = (*_WORDS_BY_PRE, "smollm", "gpt-2")
+_DIGITS_ALONE = ("command-r", "refact", "smollm", "starcoder")
+"""Those that cut digits off one by one, and the rest as GPT-2 does."""
+_PRES = (*_WORDS_BY_PRE, *_DIGITS_ALONE, "gpt-2")
+# After tokens of Phi-3 that mark turns, white space is left out; files do not say so. After these, it is not.
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 # By fields of transformers' configurations: linear layers that have biases where a file has some.
 _BIASED = {
     "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
@@ -244,10 +256,12 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
             tokenizer = _sentence_piece(file, vocabulary, types, None if unknown is None else tokens[unknown])
         else:
             raise wrong(file, "tokenizer.ggml.model", model, "gpt2 or llama")
+        is_phi3 = model == "llama" and file.metadata.get("general.architecture") == "phi3"
         for number, token in enumerate(tokens):
             if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 special = types[number] != _USER_DEFINED
-                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+                rstrip = is_phi3 and token not in _KEEP_SPACES
+                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False, rstrip=rstrip)])
         begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
         around = [
             _token_id(file, f"tokenizer.ggml.{name}_token_id")
@@ -280,7 +294,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], unknown: str | None)
     digits = pre_tokenizers.Digits(individual_digits=True)
     split = pre_tokenizers.Split(Regex(words), behavior="isolated") if words else digits
     tokenizer.pre_tokenizer = bytes_of if pre == "gpt-2" else pre_tokenizers.Sequence([split, bytes_of])
-    if pre == "qwen2":
+    if pre in ("command-r", "qwen2"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -23,7 +23,18 @@ from spool.engine.quantization.model import build_model, is_quantized, open_weig
 from spool.engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import decoded, generated, paged_logits
-from tests.support.gguf_models import FACTORS, PARTS, SHAPE, TOKENS, Change, added, random_model, stated, write_model
+from tests.support.gguf_models import (
+    FACTORS,
+    PARTS,
+    SHAPE,
+    TOKENS,
+    Change,
+    added,
+    random_model,
+    stated,
+    without,
+    write_model,
+)
 from tests.support.ranks import target_of_ranks
 
 PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 38]]
@@ -257,6 +268,41 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "llama",
         lambda writer: [change(writer) for change in (stated("llama.rope.scaling.type", "yarn"), LLAMA3_FACTORS)],
         "scaling.type is 'yarn', must be none beside rope_freqs.weight",
+    ),
+    "no factor of scores": ("granite", without("granite.attention.scale"), r"granite\.attention\.scale is None"),
+    "layers without positions": (
+        "granite",
+        stated("granite.rope.scaling.finetuned", False),
+        r"granite\.rope\.scaling\.finetuned is False",
+    ),
+    "windows of olmo3": (
+        "olmo2",
+        stated("olmo2.attention.sliding_window", 9),
+        r"olmo2\.attention\.sliding_window is 9",
+    ),
+    "a part of olmo2's heads": ("olmo2", stated("olmo2.rope.dimension_count", 8), r"dimension_count is 8, must be 16"),
+    "an odd part": (
+        "glm4",
+        stated("glm4.rope.dimension_count", 7),
+        r"dimension_count is 7, must be even and at most 16",
+    ),
+    "sections of glm4": (
+        "glm4",
+        stated("glm4.rope.dimension_sections", [4, 4]),
+        r"glm4\.rope\.dimension_sections is \[4, 4\]",
+    ),
+    "long factors alone": ("phi3", added("rope_factors_long.weight", 4), "must be both there, or none"),
+    "a pattern of other layers": (
+        "cohere2",
+        stated("cohere2.attention.sliding_window_pattern", [True, False]),
+        r"sliding_window_pattern is \[True, False\], must be a whole number, or 4 flags",
+    ),
+    "no scale of logits": ("cohere", without("command-r.logit_scale"), r"command-r\.logit_scale is None"),
+    "experts of ernie": ("ernie4_5", stated("ernie4_5.expert_count", 8), r"ernie4_5\.expert_count is 8"),
+    "a bias that gemma2 does not have": (
+        "gemma2",
+        added("blk.0.attn_q.bias", 64),
+        rf"blk\.0\.attn_q\.bias, .*{TENSOR}",
     ),
     "two factors": (
         "llama",

@@ -228,6 +228,11 @@ def stated(key: str, value: object) -> Change:
     return change
 
 
+def without(key: str) -> Change:
+    """The file does not have this key."""
+    return lambda writer: [keys.pop(key, None) for keys in writer.kv_data]
+
+
 def added(name: str, *shape: int) -> Change:
     """The file has one more tensor, of ones."""
     return lambda writer: writer.add_tensor(name, np.ones(shape, np.float32))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CohereTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spool.engine.errors import UnsupportedModelError
@@ -100,6 +100,19 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     [
         ("smollm", "a 1234's", ["a", "Ġ", "1", "2", "3", "4", "'s"]),
         ("gpt-2", "a 1234's", ["a", "Ġ1234", "'s"]),
+        ("refact", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("starcoder", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("command-r", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("dbrx", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        ("glm4", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        ("smaug-bpe", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        (
+            "gpt-4o",
+            "camelCase HTTPs 1234 we'LL a/\n",
+            [
+                *("camel", "Case", "ĠHTTPs", "Ġ", "123", "4", "Ġwe'LL", "Ġa", "/Ċ"),
+            ],
+        ),
         ("qwen2", "a 1234's  b\n", ["a", "Ġ", "1", "2", "3", "4", "'s", "Ġ", "Ġb", "Ċ"]),
         ("llama-bpe", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
     ],
@@ -142,6 +155,26 @@ def test_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     assert tokenizer.tokenize("ab abc") == ["▁ab", "▁", "a", "bc"]
     assert tokenizer("é").input_ids == [1, tokenizer.convert_tokens_to_ids("▁"), 3 + 0xC3, 3 + 0xA9]
     assert tokenizer.decode(tokenizer("ab é  c").input_ids, skip_special_tokens=True) == "ab é  c"
+
+
+def test_phi3_leaves_out_white_space_behind_its_marks(tmp_path: Path) -> None:
+    """As the published tokenizer does, and llama.cpp by the model's name; no key says it."""
+    write_model(tmp_path / "small.gguf", "phi3", changes=[sentence_pieces])
+    tokenizer = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    for text, pieces in (("</s> \n ab", ["</s>", "▁ab"]), ("<s> ab", ["<s>", "▁", "▁ab"])):
+        found = tokenizer(text, add_special_tokens=False).input_ids
+        assert found == tokenizer.convert_tokens_to_ids(pieces)
+
+
+def test_cohere_texts_are_normalized_as_transformers_does(tmp_path: Path) -> None:
+    write_model(tmp_path / "small.gguf", "cohere", True, pre="command-r")
+    ours = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    theirs = CohereTokenizer().backend_tokenizer
+    for text in ("hi 12 don't\n\n  x", "e\u0301 日本 🙂 ½"):
+        normal = theirs.normalizer.normalize_str(text)
+        assert ours.backend_tokenizer.normalizer.normalize_str(text) == normal
+        found, expected = (one.pre_tokenizer.pre_tokenize_str(normal) for one in (ours.backend_tokenizer, theirs))
+        assert found == expected
 
 
 def rope_factors(config: dict[str, Any], theta: float = 500_000.0) -> np.ndarray:
