@@ -205,7 +205,11 @@ def _read_quantized(
         report(f"weights: {quantization}", progress)
         return model, kernels
     size = sum(weights.nbytes for weights in model.parameters()) >> 20
-    reason = "quantization is 'none'" if settings.quantization != AUTO else "no kernel here multiplies what is stored"
+    reason = "no kernel here multiplies what is stored"
+    if settings.quantization != AUTO:
+        reason = "quantization is 'none'"
+    elif config.model_type not in DENSE_FAMILIES:
+        reason = f"{config.model_type} is none of the families whose weights stay as they are (docs/models.md)"
     report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
     return model, kernels
 

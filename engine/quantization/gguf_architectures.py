@@ -53,6 +53,8 @@ class Architecture:
     """Whether positions may turn a part of a head only, its first numbers."""
     biases: tuple[str, ...] = ()
     """Fields of transformers' configuration: whether linear layers have biases (`BIASES` of gguf_folder.py)."""
+    biased_unless_told: bool = False
+    """Whether transformers takes them to be there where config.json does not say."""
     half: str = "float16"
     """The dtype of files whose numbers are float16."""
     fields: _Fields = lambda file, config: {}
@@ -210,6 +212,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         turns_part=True,
         biases=("attention_bias",),
+        biased_unless_told=True,
     ),
     "granite": Architecture(
         model_type="granite",
@@ -246,6 +249,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         class_name="SeedOssForCausalLM",
         names={"post_attention_norm": "post_attention_layernorm"},
         biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+        biased_unless_told=True,
     ),
     "smollm3": Architecture(
         model_type="smollm3", class_name="SmolLM3ForCausalLM", interleaved=True, biases=("attention_bias", "mlp_bias")
@@ -256,6 +260,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         epsilon=("norm_epsilon", "attention.layer_norm_epsilon"),
         biases=("use_bias",),
+        biased_unless_told=True,
         fields=_starcoder2,
     ),
 }

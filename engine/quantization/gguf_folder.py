@@ -25,7 +25,7 @@ from spool.engine.quantization.gguf_keys import sampling_defaults
 from spool.engine.quantization.gguf_values import count, positive, shortest, wrong
 
 # Raised when folders are made in another way, so that those of an older one are not used.
-_RECIPE = 3
+_RECIPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # Tokens by name that end an answer, whatever the header calls them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
@@ -48,7 +48,8 @@ _WORDS_BY_PRE = {
 }
 _DIGITS_ALONE = ("command-r", "refact", "smollm", "starcoder")
 """Those that cut digits off one by one, and the rest as GPT-2 does."""
-_PRES = (*_WORDS_BY_PRE, *_DIGITS_ALONE, "gpt-2")
+PRES = (*_WORDS_BY_PRE, *_DIGITS_ALONE, "gpt-2")
+"""Ways to cut a text into words that are known, by `tokenizer.ggml.pre`, of tokenizers of bytes."""
 # After tokens of Phi-3 that mark turns, white space is left out; files do not say so. After these, it is not.
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 # By fields of transformers' configurations: linear layers that have biases where a file has some.
@@ -161,7 +162,8 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "pad_token_id": _token_id(file, "tokenizer.ggml.padding_token_id"),
     }
     for field in architecture.biases:
-        config[field] = any(map(_BIASED[field].fullmatch, file.tensors))
+        if (has := any(map(_BIASED[field].fullmatch, file.tensors))) or architecture.biased_unless_told:
+            config[field] = has
     return config | architecture.fields(file, config)
 
 
@@ -284,8 +286,8 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
 
 def _byte_level(file: GgufFile, vocabulary: dict[str, int], unknown: str | None) -> Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRES:
-        raise wrong(file, "tokenizer.ggml.pre", pre, f"one of {', '.join(_PRES)}")
+    if pre not in PRES:
+        raise wrong(file, "tokenizer.ggml.pre", pre, f"one of {', '.join(PRES)}")
     # A space is no letter of these tokens.
     merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "tokenizer.ggml.merges", str)]
     words = _WORDS_BY_PRE.get(pre)

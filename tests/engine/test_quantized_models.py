@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ from spool.engine.models.families import DENSE_FAMILIES
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.loading import load_target_engine
 from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.quantization.gguf_architectures import ARCHITECTURES
+from spool.engine.quantization.gguf_folder import PRES
 from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from spool.engine.quantization.model import build_model, is_quantized, moved, round_weights
 from spool.engine.quantization.rounding import rounded
 from spool.engine.settings import EngineSettings
-from tests.engine.test_families import NEW_TOKENS, PROMPTS, WRONG_DRAFTS, tiny_config
+from tests.engine.test_families import NEW_TOKENS, PAGE, PROMPTS, WRONG_DRAFTS, tiny_config
 from tests.engine.test_families import tiny_model as of_family
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.decoding import decoded, paged_logits
@@ -227,3 +230,9 @@ def test_a_head_of_its_own_beside_an_embedding_of_codes_is_used(tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}), encoding="utf-8")
     model = build_model(folder, AutoConfig.from_pretrained(folder), torch.float32, keep=True)
     assert torch.equal(model.get_output_embeddings().weight, stored["lm_head.weight"])
+
+
+def test_the_page_of_models_lists_what_stays_packed() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Quantised weights")[2].partition("\n## ")[0]
+    lists = [{*re.findall(r"[\w-]+", found)} for found in re.findall(r"(?:`[\w-]+`,\s+)+`[\w-]+`", section)]
+    assert lists == [set(ARCHITECTURES), set(PRES), set(DENSE_FAMILIES)]
