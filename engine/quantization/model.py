@@ -126,7 +126,7 @@ def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight], store
         scale = getattr(module, EMBEDDING_SCALE, None)
         if type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and scale is not None):
             replacement: nn.Module = QuantizedEmbedding(weight, model.dtype, 1.0 if scale is None else float(scale))
-        elif type(module) is nn.Linear:
+        elif module is not None and type(module) is nn.Linear:
             replacement = QuantizedLinear(weight, module.bias)
         else:
             holder = "no module" if module is None else f"a {type(module).__name__}"
