@@ -24,6 +24,8 @@ from spool.engine.quantization.rounding import rounded
 from spool.engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
 from spool.engine.quantization.weights import INPUT_MULTIPLE, QuantizedWeight
 
+_ROUTERS = {"gate", "router"}
+
 
 def open_weights(folder: Path) -> GgufFile | Path:
     """The GGUF file of a model's folder; `folder` itself where it has none. Raises UnsupportedModelError."""
@@ -85,11 +87,14 @@ def is_quantized(model: nn.Module) -> bool:
 
 def round_weights(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of linear layers to codes of `bits` bits, in place; those of embedding and head to 8. A layer
-    whose inputs are no multiple of 32 stays as it is. Of a model that ranks share, this rank's part."""
+    whose inputs are no multiple of 32 stays as it is, and so does what routes rows to experts, whose choice is to stay
+    the same. Of a model that ranks share, this rank's part."""
     ends = {id(getattr(end, "part", end)) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     found: dict[str, QuantizedWeight] = {}
     by_storage: dict[int, QuantizedWeight] = {}
     for name, module in model.named_modules():
+        if _ROUTERS & {*name.split(".")}:
+            continue
         is_embedding = isinstance(module, nn.Embedding) and id(module) in ends
         if not (is_embedding or type(module) is nn.Linear) or module.weight.shape[1] % INPUT_MULTIPLE:
             continue

@@ -109,6 +109,16 @@ def test_a_rounded_model_of_a_described_family(family: str, tmp_path: Path) -> N
     assert decoded(engine, PROMPTS[-1:], NEW_TOKENS, [token for token, _ in alone[0]][1:4]) == alone
 
 
+def test_routers_are_not_rounded(tmp_path: Path) -> None:
+    """Of this family, transformers looks at the router's own weight."""
+    model = plain_model(save_family("hunyuan_v1_moe", tmp_path))
+    round_weights(model, 4)
+    layer = model.base_model.layers[0]
+    assert type(layer.mlp.gate.wg) is torch.nn.Linear
+    assert isinstance(layer.self_attn.q_proj, QuantizedLinear)
+    assert logits(model).isfinite().all()
+
+
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("glm4", marks=pytest.mark.slow)])
 def test_layers_of_other_sizes_are_transformers_own_with_packed_products(family: str, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path, head_dim=16)
