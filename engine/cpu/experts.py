@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from spool.engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
 from spool.engine.cpu.linear import KernelLinear, kernel_linear
+from spool.engine.layers.description import Activation
 from spool.engine.layers.experts import Experts, sparse_blocks
 from spool.engine.layers.linear import linear_of
 
@@ -25,7 +26,7 @@ class KernelExperts(nn.Module):
         self._gate_up = _linears(experts.gate_up, experts.gate_up_bias, kernels)
         self._down = _linears(experts.down, experts.down_bias, kernels)
         by_kernel = experts.has_silu and experts.down.shape[2] % LANES == 0
-        self._gate = kernels.silu_mul if by_kernel else experts.gate
+        self._gate = partial(kernels.activate, activation=Activation.SILU, gated=True) if by_kernel else experts.gate
 
     def forward(self, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` to the same; experts and their shares `[rows, top k]`. Shares and sums are in float32."""

@@ -1,7 +1,7 @@
-"""Whole decoder layers of the Llama kind for a CPU, out of kernels.
+"""Decoders by their description (engine/layers/description.py) for a CPU, out of kernels.
 
-The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Layers of
-another structure, or of sizes that the kernels do not take, are left to engine/layers/joined_layers.py.
+The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Decoders
+without a description, or of sizes that the kernels do not take, are left to engine/layers/plain_norms.py.
 """
 
 from __future__ import annotations
@@ -16,29 +16,37 @@ from transformers import PreTrainedModel
 
 from spool.engine.attention.paged_step import PagedStep
 from spool.engine.cpu.attention import KernelPlan
-from spool.engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
-from spool.engine.cpu.linear import KernelLinear, kernel_linear
-from spool.engine.layers.families import SILU, LlamaLayer, families_of, weight_and_epsilon
+from spool.engine.cpu.kernels import (
+    LANES,
+    CpuKernels,
+    KernelLayerWeights,
+    kernel_head_norms,
+    kernel_norm,
+    kernel_rule,
+)
+from spool.engine.cpu.linear import kernel_linear
+from spool.engine.layers.describing import describe
+from spool.engine.layers.description import Activation, Decoder, DecoderLayer, LayerWeights, Norm
 from spool.engine.layers.rotation import RotationTable
 from spool.engine.parallel.layers import SummedLinear
 
+HEAD_MULTIPLE = 2 * LANES
+"""Heads have a multiple of so many dimensions, some of them zeros."""
 
-class FusedDecoderLayer(LlamaLayer):
-    """Four linear layers by kernel, and kernels for the operations between them."""
 
-    def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
-        super().__init__(
-            layer,
-            lambda linear: kernel_linear(linear, kernels),
-            lambda linear: kernel_linear(linear, kernels, in_parts=True),
-        )
+class KernelLayer(nn.Module):
+    """A decoder layer whose linear layers are computed by kernel, as is what lies between them."""
+
+    def __init__(self, description: DecoderLayer, weights: LayerWeights, kernels: CpuKernels) -> None:
+        super().__init__()
+        self.description = description
         self._kernels = kernels
-
-    @property
-    def has_kernel_linears(self) -> bool:
-        """Of a layer that ranks share, this rank's parts."""
-        linears = (self._qkv, self._out, self._gate_up, self._down)
-        return all(isinstance(getattr(linear, "part", linear), KernelLinear) for linear in linears)
+        self._qkv = kernel_linear(weights.qkv, kernels)
+        self._out = kernel_linear(weights.out, kernels, in_parts=True)
+        self.experts = weights.experts
+        if weights.up is not None and weights.down is not None:
+            self._up = kernel_linear(weights.up, kernels)
+            self._down = kernel_linear(weights.down, kernels, in_parts=True)
 
     @property
     def is_whole(self) -> bool:
@@ -47,79 +55,131 @@ class FusedDecoderLayer(LlamaLayer):
 
     @property
     def described(self) -> tuple[object, ...]:
-        """Of what the layer computes, all but weights and sizes."""
-        rule, head_norms = kernel_rule(self._rule), self._head_norms
-        epsilons = self._attention_norm[1], self._mlp_norm[1], None if head_norms is None else head_norms[2]
-        return (*epsilons, rule.window, rule.scaling, rule.cap)
+        """Of what the layer computes, all but weights and sizes; at the end, by name, what Llama's has otherwise."""
+        layer, heads, rule = self.description, self.description.head_norms, kernel_rule(self.description.rule)
+        of_heads = None if heads is None else heads.queries
+        norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm, "heads": of_heads}
+        epsilons = [None if norm is None else norm.epsilon for norm in norms.values()]
+        post_norms = {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
+        more: dict[str, object] = {name: kind for name, norm in norms.items() if (kind := _kind(norm)) is not None}
+        more |= {name: (norm.epsilon, _kind(norm)) for name, norm in post_norms.items() if norm is not None}
+        usual: dict[str, tuple[object, object]] = {
+            "heads are": ((heads.whole, heads.after_rotation) if heads else None, (False, False) if heads else None),
+            "activation": (layer.activation, Activation.SILU),
+            "gated": (layer.gated, True),
+            "multiplier": (layer.multiplier, 1.0),
+            "parallel": (layer.parallel, False),
+            "rotation": (layer.rotation, 0),
+            "sinks": (layer.rule.sinks is not None, False),
+        }
+        more |= {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
+        return (*epsilons, rule.window, rule.scaling, rule.cap, *([more] if more else []))
 
-    def weights(self) -> LayerWeights:
-        """For whole layers by kernel. They point to what this layer keeps alive."""
-        weights = LayerWeights(
+    def pointers(self) -> KernelLayerWeights:
+        """For a whole layer, which ends behind attention if it has experts. They point to what this object keeps."""
+        layer = self.description
+        weights = KernelLayerWeights(
             qkv=self._qkv.described,
             out=self._out.described,
-            gate_up=self._gate_up.described,
-            down=self._down.described,
-            attention_norm=self._attention_norm[0].data_ptr(),
-            mlp_norm=self._mlp_norm[0].data_ptr(),
+            attention_norm=kernel_norm(layer.attention_norm),
+            attention_post_norm=kernel_norm(layer.attention_post_norm),
+            head_norms=kernel_head_norms(layer.head_norms),
             hidden=self._qkv.in_features,
-            inner=self._down.in_features,
-            query_heads=self._query_heads,
-            kv_heads=self._kv_heads,
-            head_dim=self._head_dim,
-            attention_epsilon=self._attention_norm[1],
-            mlp_epsilon=self._mlp_norm[1],
-            rule=kernel_rule(self._rule),
+            query_heads=layer.query_heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            parallel=layer.parallel,
+            rule=kernel_rule(layer.rule),
+            multiplier=layer.multiplier,
         )
-        if self._head_norms is not None:
-            query_norm, key_norm, weights.head_epsilon = self._head_norms
-            weights.query_norm, weights.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
+        if layer.activation is not None:
+            weights.up, weights.down = self._up.described, self._down.described
+            weights.mlp_norm, weights.mlp_post_norm = kernel_norm(layer.mlp_norm), kernel_norm(layer.mlp_post_norm)
+            weights.inner = self._down.in_features
+            weights.activation, weights.gated = layer.activation, layer.gated
         return weights
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        paged_step: PagedStep,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        """`[1, rows, hidden]`, which becomes the sum of residuals, and the cosines and sines of the rows' positions."""
-        self.add(hidden_states[0], paged_step.rotation(position_embeddings), paged_step)
-        return hidden_states
+    def attended(
+        self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention makes of `residual` `[rows, hidden]`, with the `signed_rotation` of the rows, and what its
+        first norm does."""
+        layer, kernels = self.description, self._kernels
+        kv, slots = paged_step.kv.layers[layer.index], paged_step.of(layer.index).slots
+        normed = kernels.norm(residual, layer.attention_norm)
+        queries = kernels.rotate_write(self._qkv(normed), rotation, slots, kv, layer.query_heads, layer.head_norms)
+        return self._out(paged_step.attend(layer.index, queries, layer.rule).flatten(1)), normed
 
-    def add(self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep) -> None:
-        """Adds to `residual` `[rows, hidden]` what the layer adds, with the `signed_rotation` of the rows."""
-        kernels, layer = self._kernels, paged_step.kv.layers[self._index]
-        rows = kernels.norm(residual, *self._attention_norm)
-        slots = paged_step.of(self._index).slots
-        queries = kernels.rotate_write(self._qkv(rows), rotation, slots, layer, self._query_heads, self._head_norms)
-        attended = self._out(paged_step.attend(self._index, queries, self._rule).flatten(1))
-        rows = kernels.add_norm(residual, attended, *self._mlp_norm)
-        residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
+    def add(self, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> None:
+        """Adds to `residual`, in place, what the layer adds, of what `attended` gives of it."""
+        layer, kernels = self.description, self._kernels
+        if layer.parallel and layer.mlp_norm is not None:
+            normed = kernels.norm(residual, layer.mlp_norm)
+        kernels.add(residual, attended, layer.attention_post_norm, layer.multiplier)
+        self.add_mlp(residual, normed if layer.parallel else None)
+
+    def add_mlp(self, residual: torch.Tensor, normed: torch.Tensor | None = None) -> None:
+        """Adds to `residual` `[rows, hidden]` what the MLP makes of `normed`, or of its norm."""
+        layer, kernels = self.description, self._kernels
+        if normed is None:
+            normed = kernels.norm(residual, layer.mlp_norm)
+        if layer.activation is not None:
+            added = self._down(kernels.activate(self._up(normed), layer.activation, layer.gated))
+        elif self.experts is not None:
+            output = self.experts(normed.unsqueeze(0))
+            added = (output[0] if isinstance(output, tuple) else output)[0].contiguous()
+        kernels.add(residual, added, layer.mlp_post_norm, layer.multiplier)
+
+
+def _kind(norm: Norm | None) -> tuple[bool, bool] | None:
+    """Of a norm that is not Llama's, whether it is centred, and has a bias."""
+    kind = (norm.centred, norm.bias is not None) if norm is not None else (False, False)
+    return kind if any(kind) else None
 
 
 class KernelDecoder(nn.Module):
-    """Embeddings, all layers, and the last norm. Layers that no ranks share are one call: passes over few rows are
-    short."""
+    """Embeddings, all layers, and the last norm. Layers that no ranks share are one call up to the next experts: passes
+    over few rows are short."""
 
-    def __init__(self, decoder: nn.Module, kernels: CpuKernels) -> None:
-        """`decoder` has layers that are fused, with linear layers by kernel."""
+    def __init__(self, decoder: Decoder, kernels: CpuKernels) -> None:
         super().__init__()
-        self.embed_tokens = decoder.embed_tokens
+        self.embed_tokens = decoder.embed
         self.layers = decoder.layers
-        self._rotations = RotationTable(decoder.rotary_emb, kernels.dtype)
-        self._norm = weight_and_epsilon(decoder.norm)
+        # One after the other: of one layer at most there are two copies.
+        for place, layer in enumerate(self.layers):
+            self.layers[place] = KernelLayer(*decoder.layer(layer), kernels)
+        self._rotations = [RotationTable(rotation) for rotation in decoder.rotations]
+        self._decoder = decoder
         self._kernels = kernels
-        self._weights, self._scratch = (LayerWeights * 0)(), 0
+        self._weights, self._scratch = (KernelLayerWeights * 0)(), 0
         if all(layer.is_whole for layer in self.layers):
-            self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
-            self._scratch = kernels.layer_scratch(self._weights[0])
+            self._weights = (KernelLayerWeights * len(self.layers))(*(layer.pointers() for layer in self.layers))
+            # Layers differ in what their MLPs need.
+            self._scratch = max(kernels.layer_scratch(weights) for weights in self._weights)
         self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
 
     @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
     def described(self) -> str:
-        """Of what the layers compute, all but weights."""
+        """Of what the decoder computes, all but weights; at the end, by name, what Llama's has otherwise."""
+        decoder, (rotation, *others) = self._decoder, [rotation.described for rotation in self._rotations]
+        usual: dict[str, tuple[object, object]] = {
+            "norm": (_kind(decoder.norm), None),
+            "rotations": (others, []),
+            "embedding_multiplier": (decoder.embedding_multiplier, 1.0),
+            "embedding_norm": (decoder.embedding_norm and decoder.embedding_norm.epsilon, None),
+            "head_multiplier": (decoder.head_multiplier, 1.0),
+            "head_cap": (decoder.head_cap, None),
+        }
+        more = {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
         layers = [layer.described for layer in self.layers]
-        return repr((layers, self._norm[1], self._rotations.described))
+        return repr((layers, decoder.norm.epsilon, rotation, *([more] if more else [])))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
 
     def tap(self, layer: int, take: Callable[[torch.Tensor], None]) -> None:
         """`take` gets what goes into the layer in each pass, `[rows, hidden]`, which changes after the call; of the
@@ -130,34 +190,57 @@ class KernelDecoder(nn.Module):
         """What the head multiplies, `[rows, hidden]`, of tokens at their positions (int64 `[rows]`). Raises TypeError
         where the pass attends otherwise than by kernel, MemoryError."""
         hidden_states = self.embed_tokens(tokens)
+        if self._decoder.embedding_multiplier != 1.0:
+            hidden_states = hidden_states * self._decoder.embedding_multiplier
+        if self._decoder.embedding_norm is not None:
+            hidden_states = self._kernels.norm(hidden_states, self._decoder.embedding_norm)
         self.add_layers(hidden_states, positions, paged_step)
-        rows = self._kernels.norm(hidden_states, *self._norm)
+        rows = self._kernels.norm(hidden_states, self._decoder.norm)
         if (take := self._taps.get(len(self.layers))) is not None:
             take(rows)
         return rows
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Of the head's products, of the same shape."""
+        decoder = self._decoder
+        if decoder.head_multiplier == 1.0 and decoder.head_cap is None:
+            return products
+        return self._kernels.cap(products, decoder.head_multiplier, decoder.head_cap)
+
+    def rotation(self, layer: KernelLayer, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer rotates by at positions (int64 `[rows]`) below `longest`."""
+        return self._rotations[layer.description.rotation].of(positions, longest)
 
     def add_layers(self, hidden_states: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> None:
         """Adds to `hidden_states` `[rows, hidden]`, in place, what the layers add."""
         plans = [group.plan for group in paged_step.groups if isinstance(group.plan, KernelPlan)]
         if len(plans) < len(paged_step.groups):
             raise TypeError(f"the pass attends by {type(paged_step.groups[0].plan).__name__}, must be by kernel")
-        rotation = self._rotations.of(positions, plans[0].longest)
+        rotations = [rotation.of(positions, plans[0].longest) for rotation in self._rotations]
         if not self._weights:
-            for layer in self.layers:
-                layer.add(hidden_states, rotation, paged_step)
+            for place, layer in enumerate(self.layers):
+                if (take := self._taps.get(place)) is not None:
+                    take(hidden_states)
+                attended = layer.attended(hidden_states, rotations[layer.description.rotation], paged_step)
+                layer.add(hidden_states, *attended)
             return
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
         kv, count = paged_step.kv, len(self._weights)
-        passes = [
-            plan.layer_pass(kv, group.slots, rotation, scratch)
-            for plan, group in zip(plans, paged_step.groups, strict=True)
-        ]
-        changes = {place for place in range(1, count) if kv.group_of[place] != kv.group_of[place - 1]}
-        ends = sorted({*self._taps, *changes, count})
+        kinds = [(kv.group_of[place], layer.description.rotation) for place, layer in enumerate(self.layers)]
+        passes = {
+            kind: plans[kind[0]].layer_pass(kv, paged_step.groups[kind[0]].slots, rotations[kind[1]], scratch)
+            for kind in set(kinds)
+        }
+        changes = {place for place in range(1, count) if kinds[place] != kinds[place - 1]}
+        experts = {place + 1 for place, layer in enumerate(self.layers) if layer.experts is not None}
+        ends = sorted({*self._taps, *changes, *experts, count} - {0})
+        if 0 in self._taps:
+            self._taps[0](hidden_states)
         for first, end in zip([0, *ends], ends, strict=False):
-            if end > first:
-                of_part = _part(kv.addresses, first, end), _part(self._weights, first, end)
-                self._kernels.layers(hidden_states, *of_part, passes[kv.group_of[first]])
+            of_part = _part(kv.addresses, first, end), _part(self._weights, first, end)
+            self._kernels.layers(hidden_states, *of_part, passes[kinds[first]])
+            if end in experts:
+                self.layers[end - 1].add_mlp(hidden_states)
             if end < count and end in self._taps:
                 self._taps[end](hidden_states)
 
@@ -168,31 +251,13 @@ def _part(array: ctypes.Array[Any], first: int, end: int) -> ctypes.Array[Any]:
     return (kind * (end - first)).from_buffer(array, first * ctypes.sizeof(kind))
 
 
-def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
-    """Replaces decoder layers of known families in a model on a CPU, in place; the whole decoder, too, where
-    all of its layers run by kernel. Other layers stay as they are."""
+def fuse_decoder(model: PreTrainedModel, kernels: CpuKernels) -> bool:
+    """Replaces the decoder of a model on a CPU by one of kernels, in place. False, and nothing replaced, for a model
+    without a description, or with sizes that the kernels do not take."""
     if not kernels.takes(model.get_input_embeddings().weight):
-        return
-    families = families_of(model)
-    layers = {family.layer for family in families}
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) in layers and _fits(child):
-                setattr(module, name, FusedDecoderLayer(child, kernels))
-    decoder = model.base_model
-    if type(decoder) in {family.decoder for family in families} and all(
-        _is_by_kernel(layer) for layer in decoder.layers
-    ):
-        setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
-
-
-def _is_by_kernel(layer: nn.Module) -> bool:
-    return isinstance(layer, FusedDecoderLayer) and layer.has_kernel_linears
-
-
-def _fits(layer: nn.Module) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    if not hasattr(mlp, "gate_proj"):
-        return False  # experts
-    sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
-    return type(mlp.act_fn) in SILU and all(size % LANES == 0 for size in sizes)
+        return False
+    decoder = describe(model, LANES, HEAD_MULTIPLE)
+    if decoder is None:
+        return False
+    setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
+    return True

@@ -17,6 +17,7 @@ from spool.engine.cpu.build import CompilationError, compiled_library
 from spool.engine.cpu.isa import AUTO, chosen_isa
 from spool.engine.errors import UnsupportedProcessorError, one_line
 from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.layers.description import Activation, HeadNorms, Norm
 from spool.engine.models.source import Progress
 from spool.engine.quantization.weights import QuantizedWeight
 
@@ -91,15 +92,53 @@ def kernel_rule(rule: AttentionRule) -> KernelRule:
     return KernelRule(sinks, rule.window or 0, rule.scaling, rule.softcap or 0.0)
 
 
-class LayerWeights(ctypes.Structure):
+class KernelNorm(ctypes.Structure):
+    """`Norm` of engine/cpu/csrc/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("centred", ctypes.c_ssize_t),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+def kernel_norm(norm: Norm | None) -> KernelNorm:
+    """Keeps no tensor alive."""
+    if norm is None:
+        return KernelNorm()
+    bias = None if norm.bias is None else norm.bias.data_ptr()
+    return KernelNorm(norm.weight.data_ptr(), bias, norm.centred, norm.epsilon)
+
+
+class KernelHeadNorms(ctypes.Structure):
+    """`HeadNorms` of engine/cpu/csrc/kernels.h."""
+
+    _fields_ = (
+        *((name, KernelNorm) for name in ("queries", "keys")),
+        *((name, ctypes.c_ssize_t) for name in ("whole", "after")),
+    )
+
+
+def kernel_head_norms(norms: HeadNorms | None) -> KernelHeadNorms:
+    """Keeps no tensor alive."""
+    if norms is None:
+        return KernelHeadNorms()
+    return KernelHeadNorms(kernel_norm(norms.queries), kernel_norm(norms.keys), norms.whole, norms.after_rotation)
+
+
+_SIZES = ("hidden", "inner", "query_heads", "kv_heads", "head_dim", "activation", "gated", "parallel")
+
+
+class KernelLayerWeights(ctypes.Structure):
     """`Layer` of engine/cpu/csrc/kernels.h."""
 
     _fields_ = (
-        *((name, LinearWeights) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_ssize_t) for name in ("hidden", "inner", "query_heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")),
+        *((name, LinearWeights) for name in ("qkv", "out", "up", "down")),
+        *((name, KernelNorm) for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
+        ("head_norms", KernelHeadNorms),
+        *((name, ctypes.c_ssize_t) for name in _SIZES),
         ("rule", KernelRule),
+        ("multiplier", ctypes.c_float),
     )
 
 
@@ -162,10 +201,11 @@ class CpuKernels:
         self._weights = WeightMemory()
         function = partial(_function, library, _shares_threads(library))
         pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
-        self._norm = function("spool_norm", [pointer] * 3 + [size] * 2 + [number])
-        self._add_norm = function("spool_add_norm", [pointer] * 4 + [size] * 2 + [number])
-        self._silu_mul = function("spool_silu_mul", [pointer] * 2 + [size] * 2)
-        self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 7)
+        self._norm = function("spool_norm", [pointer] * 3 + [size] * 2)
+        self._add = function("spool_add", [pointer] * 3 + [number] + [size] * 2)
+        self._activate = function("spool_activate", [pointer] * 2 + [size] * 4)
+        self._cap = function("spool_cap", [pointer, size, number, number])
+        self._rotate_write = function("spool_rotate_write", [pointer] * 7 + [size] * 7)
         self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 6, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._digests = function("spool_digests", [pointer] * 3 + [size] * 3)
@@ -239,7 +279,7 @@ class CpuKernels:
         self._expand_rows(rows.data_ptr(), which.data_ptr(), ctypes.addressof(described), len(which), inputs)
         return rows
 
-    def layer_scratch(self, weights: LayerWeights) -> int:
+    def layer_scratch(self, weights: KernelLayerWeights) -> int:
         """Bytes of scratch that `layers` needs for a row, where all layers are like this one."""
         return int(self._layer_scratch(ctypes.addressof(weights)))
 
@@ -247,7 +287,7 @@ class CpuKernels:
         self,
         residual: torch.Tensor,
         pools: ctypes.Array[ctypes.c_void_p],
-        weights: ctypes.Array[LayerWeights],
+        weights: ctypes.Array[KernelLayerWeights],
         layer_pass: LayerPass,
     ) -> None:
         """Adds to `residual` `[rows, hidden]` what decoder layers add one after the other, each writing keys and
@@ -256,27 +296,35 @@ class CpuKernels:
         if self._layers(residual.data_ptr(), pools, weights, len(weights), pass_address):
             raise MemoryError(_NO_MEMORY)
 
-    def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Root-mean-square norms of `rows` `[rows, hidden]`."""
-        normed = torch.empty_like(rows)
-        self._norm(normed.data_ptr(), rows.data_ptr(), weight.data_ptr(), *rows.shape, epsilon)
+    def norm(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Norms of `rows` `[rows, hidden]`; a copy where there is none."""
+        normed, described = torch.empty_like(rows), kernel_norm(norm)
+        self._norm(normed.data_ptr(), rows.data_ptr(), ctypes.addressof(described), *rows.shape)
         return normed
 
-    def add_norm(
-        self, residual: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        """Adds `added` to `residual` `[rows, hidden]` in place; gives the norms of the sums."""
-        normed = torch.empty_like(residual)
-        pointers = (normed.data_ptr(), residual.data_ptr(), added.data_ptr(), weight.data_ptr())
-        self._add_norm(*pointers, *residual.shape, epsilon)
-        return normed
+    def add(
+        self, residual: torch.Tensor, added: torch.Tensor, post_norm: Norm | None = None, multiplier: float = 1.0
+    ) -> None:
+        """Adds the norm of `added` times `multiplier` to `residual` `[rows, hidden]` in place. Changes `added`."""
+        described = kernel_norm(post_norm)
+        pointers = residual.data_ptr(), added.data_ptr(), ctypes.addressof(described)
+        self._add(*pointers, multiplier, *residual.shape)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`[rows, 2 * inner]`, gate before up, to silu(gate) * up, `[rows, inner]`."""
-        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        product = gate_up.new_empty(rows, inner)
-        self._silu_mul(product.data_ptr(), gate_up.data_ptr(), rows, inner)
+    def activate(self, up: torch.Tensor, activation: Activation, gated: bool) -> torch.Tensor:
+        """`[rows, inner]` to activation(up); if `gated`, `[rows, 2 * inner]`, gates first, to activation(gate) * up,
+        `[rows, inner]`."""
+        rows, inner = up.shape[0], up.shape[1] // (2 if gated else 1)
+        product = up.new_empty(rows, inner)
+        self._activate(product.data_ptr(), up.data_ptr(), rows, inner, activation, gated)
         return product
+
+    def cap(self, logits: torch.Tensor, multiplier: float, cap: float | None) -> torch.Tensor:
+        """Logits of any shape times `multiplier` and, with a `cap` c, then c tanh(logit / c)."""
+        capped = torch.empty(-(-logits.numel() // LANES) * LANES, dtype=logits.dtype)
+        capped[: logits.numel()] = logits.flatten()
+        capped[logits.numel() :] = 0
+        self._cap(capped.data_ptr(), len(capped), multiplier, cap or 0.0)
+        return capped[: logits.numel()].view(logits.shape)
 
     def rotate_write(
         self,
@@ -285,17 +333,15 @@ class CpuKernels:
         slots: torch.Tensor,
         layer: LayerKv,
         query_heads: int,
-        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        norms: HeadNorms | None,
     ) -> torch.Tensor:
         """Queries `[rows, query_heads, head_dim]` of `qkv`, rotated; writes keys, rotated, and values to their slots.
 
         `rotation`: cosines and signed sines, float32 `[rows, 1, head_dim]`; `slots` int64 `[rows]`, positions counted
-        through the pages of `layer`; `norms`: weights for queries and for keys, and epsilon, where they are normalized
-        before.
+        through the pages of `layer`. With `norms`, queries and keys are normalized, which changes `qkv`.
         """
         rows = qkv.shape[0]
-        queries = qkv.new_empty(rows, query_heads, layer.head_dim)
-        query_norm, key_norm, epsilon = norms or (None, None, 0.0)
+        queries, described = qkv.new_empty(rows, query_heads, layer.head_dim), kernel_head_norms(norms)
         self._rotate_write(
             queries.data_ptr(),
             layer.pool.data_ptr(),
@@ -303,9 +349,7 @@ class CpuKernels:
             rotation[0].data_ptr(),
             rotation[1].data_ptr(),
             slots.data_ptr(),
-            None if query_norm is None else query_norm.data_ptr(),
-            None if key_norm is None else key_norm.data_ptr(),
-            epsilon,
+            ctypes.addressof(described),
             rows,
             query_heads,
             *_sizes(layer),

@@ -8,7 +8,7 @@ from torch import nn
 from spool.engine.cpu.kernels import CpuKernels, LinearWeights, Panels
 from spool.engine.layers.linear import apart, summed_parts
 from spool.engine.parallel.layers import SummedLinear
-from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear, scaled
 
 
 class KernelLinear(nn.Module):
@@ -56,13 +56,14 @@ class KernelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.weight = embedding.weight
+        self._scale = embedding.scale
         self._kernels = kernels
         self._panels = panels
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens `[...]` to `[..., embedding_dim]`."""
         rows = self._kernels.expanded_rows(self._panels, tokens.reshape(-1).contiguous(), self.embedding_dim)
-        return rows.view(*tokens.shape, -1)
+        return scaled(rows, self._scale).view(*tokens.shape, -1)
 
 
 def kernel_linear(

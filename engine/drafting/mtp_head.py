@@ -22,11 +22,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spool.engine.attention.backends import AttentionPlan, AttentionRule
 from spool.engine.attention.paged_step import GroupStep, PagedStep
+from spool.engine.cpu.experts import replace_experts
 from spool.engine.cpu.kernels import CpuKernels
+from spool.engine.cpu.linear import replace_linears
 from spool.engine.drafting.head import DraftingHead, HeadWeights
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import LayerKv, PagedKv
-from spool.engine.layers.joined_layers import join_layers
+from spool.engine.layers.plain_norms import replace_norms
 from spool.engine.models.reading import read_config
 from spool.engine.models.weights import model_of
 from spool.engine.quantization.checkpoints import checkpoint_weights
@@ -93,7 +95,10 @@ class MtpHead(DraftingHead):
         last_norm = weights.tensor(f"{self._format.last_norm}.weight", size)
         layer = _model_of_layer(name, config, stored, last_norm, model, ignored)
         self.nbytes = weights.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
-        join_layers(layer, kernels)
+        replace_norms(layer)
+        if kernels is not None:
+            replace_experts(layer, kernels)
+            replace_linears(layer, kernels)
         self._layer = layer.base_model
 
     def features(self, hidden: Tensor) -> Tensor:

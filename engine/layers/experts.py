@@ -13,7 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from spool.engine.layers.families import SILU
+from spool.engine.layers.describing import ACTIVATIONS
+from spool.engine.layers.description import Activation
 from spool.engine.layers.linear import apart, linear_of
 
 
@@ -40,7 +41,8 @@ class Experts:
         # The gate is to keep no weights alive.
         gating = copy.copy(module)
         gating._parameters = {}
-        has_silu = type(module)._apply_gate.__name__ == "_default_apply_gate" and type(module.act_fn) in SILU
+        has_silu = type(module)._apply_gate.__name__ == "_default_apply_gate"
+        has_silu = has_silu and ACTIVATIONS.get(type(module.act_fn)) is Activation.SILU
         return cls(gate_up, down, gate_up_bias, down_bias, gating._apply_gate, has_silu)
 
 

@@ -1,94 +1,194 @@
-"""Families of models whose layers Spool replaces by faster ones, by the names of their classes in transformers.
-
-Names, not imports: transformers renames classes now and then, and one missing name must cost one family its faster
-layers, not every model its engine.
-"""
+"""Families of transformers whose decoder layers are described (engine/layers/describing.py), each by how its modules
+differ from Llama's."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
-
-from spool.engine.attention.backends import AttentionRule
-from spool.engine.layers.linear import joined
-
-logger = logging.getLogger(__name__)
-
-SILU = (nn.SiLU, SiLUActivation)
-"""Classes of the activation that fused layers of the Llama kind compute."""
+from typing import Any
 
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-"""Families of the Llama kind: the name of the module in transformers.models, and how the names of its classes begin."""
+def _own_window(attention: Any) -> int | None:
+    window: int | None = getattr(attention, "sliding_window", None)
+    return window
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyClasses:
-    """Classes of one family. Subclasses are other classes: they may compute something else."""
-
-    decoder: type[nn.Module]
-    layer: type[nn.Module]
-    attention: type[nn.Module]
-    mlp: type[nn.Module]
+def _window_of_configuration(attention: Any) -> int | None:
+    window: int | None = getattr(attention.config, "sliding_window", None)
+    return window
 
 
-def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
-    """Classes of the known families that `model` is made of; empty for a model of another family.
+def _window_of_type(attention: Any) -> int | None:
+    """Of families whose layers leave it to masks."""
+    types = getattr(attention.config, "layer_types", None)
+    slides = types is None or types[attention.layer_idx] == "sliding_attention"
+    return attention.config.sliding_window if slides else None
 
-    A family whose classes this version of transformers does not have is left out, with a line in the log.
+
+def _always(attention: Any) -> bool:
+    return True
+
+
+def _of_layer_type(attention: Any) -> str:
+    kind: str = attention.config.layer_types[attention.layer_idx]
+    return kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names of modules within a decoder layer, and what is done with them. The defaults are Llama's, Qwen2's and
+    Qwen3's.
+
+    `qkv` names three layers, or one, whose outputs are all queries, keys and values or, if `qkv_by_head`, those of each
+    head in turn. `up` names the gate and its fellow, or one layer for both, or for the one if there is no gate
+    (`gated`). The norms of heads are there or not, as each model has it. `interleaved` rotations turn neighbours;
+    `rotated` says whether a layer rotates at all, and `rotation` which of its decoder's tables it has.
     """
-    found = []
-    modules = {type(module).__module__ for module in model.modules()}
-    for name, prefix in FAMILIES.items():
-        path = f"transformers.models.{name}.modeling_{name}"
-        if path not in modules and model.config.model_type != name:
-            continue
-        try:
-            module = importlib.import_module(path)
-            parts = ("Model", "DecoderLayer", "Attention", "MLP")
-            found.append(FamilyClasses(*(getattr(module, f"{prefix}{part}") for part in parts)))
-        except (ImportError, AttributeError) as error:
-            logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
-    return found
+
+    attention: str = "self_attn"
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_by_head: bool = False
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_norms_after_rotation: bool = False
+    window: Callable[[Any], int | None] = _own_window
+    softcap: str | None = None
+    mlp: str = "mlp"
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    down: str = "down_proj"
+    activation: str = "act_fn"
+    parallel: Callable[[Any], bool] = lambda layer: False
+    norm_offset: float = 0.0
+    """Added to the weights of all norms, in float32."""
+    interleaved: bool = False
+    backwards: bool = False
+    """Whether rotations turn the other way."""
+    rotated: Callable[[Any], bool] = _always
+    rotation: Callable[[Any], str] | None = None
+    exact_angles: bool = False
+    """Whether cosines and sines stay in float32."""
+    embed: str = "embed_tokens"
+    embedding_norm: str | None = None
+    norm: str = "norm"
+    head_multiplier: Callable[[Any], float] = lambda config: 1.0
+    head_cap: str | None = None
+    fits: Callable[[Any], bool] = lambda config: True
+    """Whether a configuration asks for nothing beyond this entry."""
 
 
-class LlamaLayer(nn.Module):
-    """What takes the place of a decoder layer of a known family: its weights, in four linear layers."""
+_NORMS_BEHIND: dict[str, Any] = {"attention_norm": None, "attention_post_norm": "post_attention_layernorm"}
+_NORMS_BEHIND |= {"mlp_norm": None, "mlp_post_norm": "post_feedforward_layernorm"}
+_NORMS_AROUND: dict[str, Any] = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+}
+_NORMS_AROUND |= {"mlp_post_norm": "post_feedforward_layernorm"}
+_DENSE: dict[str, Any] = {"up": ("fc1",), "gated": False, "down": "fc2", "activation": "activation_fn"}
+_NEOX_HEADS: dict[str, Any] = {"qkv": ("query_key_value",), "qkv_by_head": True, "out": "dense"}
+_NEOX_MLP: dict[str, Any] = {"up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h", "activation": "act"}
+_GRANITE: dict[str, Any] = {"head_multiplier": lambda config: 1 / config.logits_scaling}
+_UNCLIPPED: dict[str, Any] = {"fits": lambda config: config.clip_qkv is None}
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        make_linear: Callable[[nn.Module], nn.Module],
-        make_summed: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> None:
-        """`make_linear` makes what computes a linear layer; `make_summed`, where that is another, one whose inputs
-        ranks share."""
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self._index = attention.layer_idx
-        self._rule = AttentionRule(attention.scaling, getattr(attention, "sliding_window", None))
-        self._head_dim = attention.head_dim
-        self._query_heads = attention.q_proj.out_features // attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // attention.head_dim
-        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = (make_summed or make_linear)(attention.o_proj)
-        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = (make_summed or make_linear)(mlp.down_proj)
-        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
-        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        """Weights of the norms of a query head and of a key head, and their epsilon."""
-        if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
-
-
-def weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
-    """Of the norm of a known family: weight `[width]`, and what is added to the mean square."""
-    return norm.weight.detach(), norm.variance_epsilon
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(("cwm", "llama", "ministral", "qwen2", "qwen3", "seed_oss"), Family()),
+    **dict.fromkeys(("arcee", "jais2"), Family(up=("up_proj",), gated=False)),
+    "mistral": Family(window=_window_of_configuration),
+    "phi3": Family(
+        qkv=("qkv_proj",), up=("gate_up_proj",), activation="activation_fn", window=_window_of_configuration
+    ),
+    "smollm3": Family(rotated=lambda attention: bool(attention.use_rope)),
+    "ernie4_5": Family(interleaved=True, exact_angles=True),
+    "helium": Family(interleaved=True),
+    "glm": Family(interleaved=True, up=("gate_up_proj",), activation="activation_fn"),
+    "glm4": Family(
+        interleaved=True,
+        up=("gate_up_proj",),
+        activation="activation_fn",
+        attention_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    ),
+    "gemma": Family(norm_offset=1.0),
+    "gemma2": Family(
+        norm_offset=1.0, softcap="attn_logit_softcapping", head_cap="final_logit_softcapping", **_NORMS_AROUND
+    ),
+    "gemma3_text": Family(
+        norm_offset=1.0, rotation=_of_layer_type, head_cap="final_logit_softcapping", **_NORMS_AROUND
+    ),
+    "vaultgemma": Family(
+        norm_offset=1.0,
+        mlp_norm="pre_feedforward_layernorm",
+        softcap="attn_logit_softcapping",
+        head_cap="final_logit_softcapping",
+    ),
+    "olmo": Family(exact_angles=True, **_UNCLIPPED),
+    "olmo2": Family(exact_angles=True, **_NORMS_BEHIND),
+    "olmo3": Family(exact_angles=True, rotation=_of_layer_type, **_NORMS_BEHIND),
+    "exaone4": Family(
+        window=lambda attention: attention.sliding_window if attention.is_sliding else None,
+        rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
+        **_NORMS_BEHIND,
+    ),
+    **dict.fromkeys(("granite", "granite_swa"), Family(**_GRANITE)),
+    "hyperclovax": Family(
+        attention_post_norm="post_norm1",
+        mlp_post_norm="post_norm2",
+        head_multiplier=lambda config: config.logits_scaling,
+    ),
+    "hunyuan_v1_dense": Family(head_norms=("query_layernorm", "key_layernorm"), head_norms_after_rotation=True),
+    "cohere": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        interleaved=True,
+        head_multiplier=lambda config: config.logit_scale,
+    ),
+    "cohere2": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        interleaved=True,
+        rotated=lambda attention: attention.sliding_window is not None,
+        head_multiplier=lambda config: config.logit_scale,
+    ),
+    "phi": Family(
+        mlp_norm=None,
+        parallel=lambda layer: True,
+        out="dense",
+        head_norms=("q_layernorm", "k_layernorm"),
+        norm="final_layernorm",
+        **_DENSE,
+    ),
+    "starcoder2": Family(up=("c_fc",), gated=False, down="c_proj", activation="act", window=_window_of_configuration),
+    "nanochat": Family(
+        backwards=True,
+        head_norms_after_rotation=True,
+        embedding_norm="norm",
+        head_cap="final_logit_softcapping",
+        **_DENSE,
+    ),
+    "gpt_neox": Family(
+        attention="attention",
+        parallel=lambda layer: bool(layer.use_parallel_residual),
+        embed="embed_in",
+        norm="final_layer_norm",
+        **_NEOX_HEADS,
+        **_NEOX_MLP,
+    ),
+    "persimmon": Family(head_norms=("q_layernorm", "k_layernorm"), norm="final_layernorm", **_NEOX_HEADS, **_NEOX_MLP),
+    # With experts.
+    **dict.fromkeys(("dots1", "glm4_moe", "qwen3_moe", "solar_open"), Family()),
+    "qwen2_moe": Family(window=_window_of_type),
+    "mixtral": Family(window=_window_of_configuration),
+    "phimoe": Family(window=_window_of_type),
+    "minimax_m2": Family(),
+    "olmoe": Family(window=_window_of_configuration, **_UNCLIPPED),
+    "flex_olmo": Family(exact_angles=True, **_NORMS_BEHIND),
+    "gpt_oss": Family(),
+    "ernie4_5_moe": Family(interleaved=True, exact_angles=True),
+    "hunyuan_v1_moe": Family(head_norms=("query_layernorm", "key_layernorm"), head_norms_after_rotation=True),
+    "granitemoe": Family(mlp="block_sparse_moe", **_GRANITE),
+}
+"""By model type."""

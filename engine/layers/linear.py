@@ -24,9 +24,33 @@ def summed_parts(inputs: int, ranks: int = 1) -> int:
     return 4 // ranks if ranks in (1, 2, 4) and inputs * ranks % (4 * INPUT_MULTIPLE) == 0 else 1
 
 
+def with_outputs(layer: nn.Linear | QuantizedLinear, which: torch.Tensor) -> nn.Linear | QuantizedLinear:
+    """The layer of some outputs, in the order of `which` (int64), -1 for one that is always zero. The same layer where
+    that is its own order."""
+    if torch.equal(which, torch.arange(layer.out_features)):
+        return layer
+    device = (layer.codes if isinstance(layer, QuantizedLinear) else layer.weight).device
+    zeros, which = (which < 0).nonzero().flatten().to(device), which.clamp(min=0).to(device)
+    with torch.no_grad():
+        bias = None if layer.bias is None else layer.bias[which].index_fill_(0, zeros, 0)
+        if isinstance(layer, QuantizedLinear):
+            assert not len(zeros), "a quantised layer has no zero outputs"
+            return QuantizedLinear(layer.quantized.rows(which), bias)
+        return linear_of(layer.weight[which].index_fill_(0, zeros, 0), bias)
+
+
+def with_inputs(layer: nn.Linear, which: torch.Tensor) -> nn.Linear:
+    """The layer whose inputs are those of `which` (int64), -1 for one that changes nothing."""
+    with torch.no_grad():
+        weight = layer.weight[:, which.clamp(min=0)].index_fill_(1, (which < 0).nonzero().flatten(), 0)
+    return linear_of(weight, layer.bias)
+
+
 def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:
     """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none; where some are
     quantised and some are not, the whole is expanded."""
+    if len(layers) == 1:
+        return layers[0]
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if len(quantized) == len(layers):
         return joined_quantized(quantized)

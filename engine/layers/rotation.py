@@ -1,5 +1,5 @@
-"""Rotary positions of families of the Llama kind, out of operations that give the same bits on every processor: a
-library's powers and sines do not (engine/ieee_math.py)."""
+"""Rotary positions, out of operations that give the same bits on every processor: a library's powers and sines do not
+(engine/ieee_math.py)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
 
 from spool.engine import ieee_math
 from spool.engine.attention.paged_step import signed_rotation
+from spool.engine.layers.description import Rotation
 
 _Frequencies = tuple[Tensor, float]
 
 
-def inverse_frequencies(config: PreTrainedConfig, longest: int | None) -> _Frequencies:
-    """Radians a position, float32 `[head_dim / 2]`, and what cosines and sines are multiplied by, as transformers
-    defines them for each kind of scaling (modeling_rope_utils.py). `longest`: of the sequences that are served, where
-    that is not all of the configuration's positions. Raises KeyError for a kind that is not known."""
-    rope: Mapping[str, Any] = config.rope_parameters
-    kind = rope["rope_type"]
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if kind not in ("default", "proportional"):
-        size = int(size * rope.get("partial_rotary_factor", 1.0))
-    return _KINDS[kind](rope, size, config.max_position_embeddings, longest or config.max_position_embeddings)
+def inverse_frequencies(rope: Mapping[str, Any], size: int, positions: int, longest: int | None) -> _Frequencies:
+    """Radians a position, float32 `[size / 2]`, and what cosines and sines are multiplied by, as transformers defines
+    them for each kind of scaling (modeling_rope_utils.py), of a configuration's `rope` and `positions`. `longest`: of
+    the sequences that are served, where that is not all positions. Raises KeyError for a kind that is not known."""
+    return _KINDS[rope["rope_type"]](rope, size, positions, longest or positions)
 
 
 def _plain(rope: Mapping[str, Any], size: int, positions: int, longest: int) -> _Frequencies:
@@ -128,16 +123,16 @@ class RotationTable:
 
     _POSITIONS = 1024
 
-    def __init__(self, rotary: nn.Module, dtype: torch.dtype) -> None:
-        """`rotary`: the model's own, which has the frequencies. It rounds cosines and sines to `dtype`, too."""
-        self._frequencies: Tensor = rotary.inv_freq
-        self._scaling: float = rotary.attention_scaling
-        self._dtype = dtype
+    def __init__(self, rotation: Rotation) -> None:
+        self._rotation = rotation
         self._cos, self._sin = self._computed(0)
 
     @property
     def described(self) -> tuple[object, ...]:
-        return (self._frequencies.tolist(), self._scaling, str(self._dtype))
+        rotation = self._rotation
+        scalings = rotation.scalings.tolist()
+        scaling = scalings[0] if len(set(scalings)) == 1 else scalings
+        return (rotation.frequencies.tolist(), scaling, str(rotation.dtype))
 
     def of(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """The `signed_rotation` of positions (int64 `[rows]`) below `longest`."""
@@ -150,8 +145,9 @@ class RotationTable:
 
     def _computed(self, first: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(first, first + self._POSITIONS, dtype=torch.float32)
-        angles = positions[:, None] * self._frequencies.float()
+        angles = positions[:, None] * self._rotation.frequencies
         cos, sin = (
-            (part.float() * self._scaling).to(self._dtype).repeat(1, 2) for part in ieee_math.cos_sin(angles.double())
+            (part.float() * self._rotation.scalings).to(self._rotation.dtype).repeat(1, 2)
+            for part in ieee_math.cos_sin(angles.double())
         )
         return signed_rotation((cos[None], sin[None]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config
@@ -15,7 +16,7 @@ from spool.engine.attention.backends import AttentionBackend, AttentionPlan, Att
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.paged_kv import LayerKv
 from spool.engine.kv.pages import PagePool, PageTable
-from spool.engine.layers.families import FAMILIES
+from spool.engine.layers.describing import family_of
 from spool.engine.layers.rotation import inverse_frequencies
 from spool.engine.models.families import PAGED_FAMILIES, SOLO_FAMILIES
 from spool.engine.models.source import longest_sequence
@@ -34,7 +35,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MOVING_ROPE = {"dynamic", "longrope"}
 # Those whose rotary modules were tried with it. Others have such types of their own under the same names.
 _MOVING_ROPE_FAMILIES = {"llama", "phi3"}
-_ROTARY_CLASSES = {f"{classes}RotaryEmbedding" for classes in FAMILIES.values()}
+# Of frequencies that transformers computes by a library's powers.
+_FREQUENCY_TOLERANCE = 1e-4
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -121,29 +123,41 @@ def has_moving_rope(config: PreTrainedConfig) -> bool:
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
     """Gives rotary positions, in place, the frequencies of the longest sequence that is served: those that transformers
-    picks depend on the other sequences of a pass. To families of the Llama kind, those that every processor computes
-    alike. Raises UnsupportedModelError."""
+    picks depend on the other sequences of a pass. To described families, those that every processor computes alike.
+    Raises UnsupportedModelError."""
+    is_described = family_of(model) is not None
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if not isinstance(kind, str):
-            continue
-        if type(module).__name__ in _ROTARY_CLASSES:
-            try:
-                frequencies, module.attention_scaling = inverse_frequencies(module.config, max_model_len)
-            except KeyError as error:
-                raise UnsupportedModelError(f"rotary positions of type {kind} lack {error} or are unknown") from error
-            module.inv_freq = frequencies.to(module.inv_freq.device)
+        if is_described and isinstance(kind, str):
+            _fix_table(module, "", module.config.rope_parameters, max_model_len)
             module.rope_type = "default"
-        elif kind in _MOVING_ROPE:
+        elif is_described and isinstance(kind, dict):
+            for layer_type in kind:
+                _fix_table(module, f"{layer_type}_", module.config.rope_parameters[layer_type], max_model_len)
+        elif isinstance(kind, str) and kind in _MOVING_ROPE:
             of_kind, longest = ROPE_INIT_FUNCTIONS[kind], max_model_len or module.config.max_position_embeddings
             module.inv_freq, module.attention_scaling = of_kind(module.config, module.inv_freq.device, seq_len=longest)
             module.rope_type = "default"
 
 
+def _fix_table(module: Any, prefix: str, rope: Mapping[str, Any], longest: int | None) -> None:
+    """Of a rotary module, the table whose names begin with `prefix`."""
+    own, positions = getattr(module, f"{prefix}inv_freq"), module.config.max_position_embeddings
+    kind = rope["rope_type"]
+    try:
+        frequencies, scaling = inverse_frequencies(rope, 2 * len(own), positions, longest)
+    except KeyError as error:
+        raise UnsupportedModelError(f"rotary positions of type {kind} lack {error} or are unknown") from error
+    if kind not in _MOVING_ROPE and not torch.allclose(frequencies, own.float().cpu(), rtol=_FREQUENCY_TOLERANCE):
+        raise UnsupportedModelError(f"rotary positions of type {kind} are not those that transformers computes")
+    setattr(module, f"{prefix}inv_freq", frequencies.to(own.device))
+    setattr(module, f"{prefix}attention_scaling", scaling)
+
+
 def windows_in_pass(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ...]:
     """Of the layers, None for those that see everything, as a pass over one token has them. `pool` has a free page of
     the runner's KV. Raises UnsupportedModelError for a model that fails in it."""
-    seen = _SeenWindows(runner.backend, runner.kv.layers)
+    seen = SeenRules(runner.backend, runner.kv.layers)
     table = PageTable()
     pool.append(table, 1)
     try:
@@ -156,26 +170,26 @@ def windows_in_pass(runner: ModelRunner, pool: PagePool) -> tuple[int | None, ..
         raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
     finally:
         pool.free(table)
-    return tuple(seen.windows)
+    return tuple(rule.window for rule in seen.rules)
 
 
-class _SeenWindows:
-    """A backend, and the windows of its layers."""
+class SeenRules:
+    """A backend, and the rules that its layers had in the latest pass."""
 
     def __init__(self, backend: AttentionBackend, layers: Sequence[LayerKv]) -> None:
         self._backend = backend
         self.layers = layers
-        self.windows: list[int | None] = [None] * len(layers)
+        self.rules = [AttentionRule(0.0)] * len(layers)
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
         return _SeeingPlan(self, self._backend.plan(spans, batched_tokens))
 
 
 class _SeeingPlan:
-    def __init__(self, seen: _SeenWindows, plan: AttentionPlan) -> None:
+    def __init__(self, seen: SeenRules, plan: AttentionPlan) -> None:
         self._seen = seen
         self._plan = plan
 
     def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        self._seen.windows[self._seen.layers.index(layer)] = rule.window
+        self._seen.rules[self._seen.layers.index(layer)] = rule
         return self._plan.attend(layer, query, rule)

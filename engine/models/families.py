@@ -1,4 +1,4 @@
-"""Families of transformers by how they are served (docs/models.md).
+"""Families of transformers by how they are served (docs/models.md). No torch here.
 
 Any other is refused. tests/engine/test_families.py compares tiny models of all of them with `model.generate`.
 """
@@ -19,6 +19,23 @@ _SOLO = """
     longcat_flash mamba mamba2 marian mbart mimo_v2_flash minicpm3 mpt mvp nemotron olmo_hybrid pegasus plbart
     qwen3_5_moe_text qwen3_5_text qwen3_next stablelm trocr whisper xglm xmod youtu zamba zamba2 zaya
 """
+
+_DENSE = """
+    arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox granite granite_swa helium
+    hunyuan_v1_dense hyperclovax jais2 llama ministral mistral nanochat olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3
+    seed_oss smollm3 starcoder2 vaultgemma
+"""
+_SPARSE = """
+    dots1 ernie4_5_moe flex_olmo glm4_moe gpt_oss granitemoe hunyuan_v1_moe minimax_m2 mixtral olmoe phimoe qwen2_moe
+    qwen3_moe solar_open
+"""
+
+DENSE_FAMILIES = frozenset(_DENSE.split())
+"""Of the paged ones, those whose layers are described (engine/layers/families.py), without experts: fast, and with
+weights that stay quantised as a checkpoint has them."""
+
+SPARSE_FAMILIES = frozenset(_SPARSE.split())
+"""The described ones with experts, which are expanded."""
 
 PAGED_FAMILIES = frozenset(_PAGED.split())
 """Model types that compute on paged KV."""

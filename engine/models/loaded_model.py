@@ -11,14 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spool.engine.attention.backends import AttentionBackend
 from spool.engine.cpu.attention import KernelBackend
-from spool.engine.cpu.fused_layers import KernelDecoder, fuse_layers
+from spool.engine.cpu.experts import replace_experts
+from spool.engine.cpu.fused_layers import KernelDecoder, fuse_decoder
 from spool.engine.cpu.kernels import LANES, CpuKernels
-from spool.engine.cpu.linear import KernelLinear
+from spool.engine.cpu.linear import KernelLinear, replace_linears
 from spool.engine.cuda.setup import GpuPasses
 from spool.engine.kv.kv_store import kv_row_bytes
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.kv.pages import PagePool
-from spool.engine.layers.joined_layers import join_layers
+from spool.engine.layers.plain_norms import replace_norms
 from spool.engine.models.vocabulary import Vocabulary
 from spool.engine.parallel.lead import Lead
 from spool.engine.passes.eager import forward
@@ -88,7 +89,8 @@ class LoadedModel:
         once layers are replaced."""
         head = self.model.get_output_embeddings()
         head = getattr(head, "part", head)
-        return isinstance(self.model.base_model, KernelDecoder) and isinstance(head, KernelLinear)
+        decoder = self.model.base_model
+        return isinstance(decoder, KernelDecoder) and not decoder.has_experts and isinstance(head, KernelLinear)
 
     @property
     def universal(self) -> bool:
@@ -116,9 +118,11 @@ class LoadedModel:
             self.gpu.fuse_decoder(self.model)
             check("a fused decoder")
         if self.kernels is not None:
-            fuse_layers(self.model, self.kernels)
-        join_layers(self.model, self.kernels)
-        check("joined layers")
+            fuse_decoder(self.model, self.kernels)
+            replace_experts(self.model, self.kernels)
+            replace_linears(self.model, self.kernels)
+        replace_norms(self.model)
+        check("other layers")
         if self.gpu is not None:
             self.gpu.replace_linears(self.model)
             check("products of its own")

@@ -35,13 +35,14 @@ from spool.engine.kv.kv_store import KvStore
 from spool.engine.kv.memory import kv_bytes
 from spool.engine.kv.paged_kv import PagedKvStore
 from spool.engine.kv.pages import PagePool
+from spool.engine.layers.describing import windows
 from spool.engine.models.compatibility import has_moving_rope, windows_in_pass
 from spool.engine.models.draft_vocabulary import feed_as, read_draft_vocabulary, restrict_head
 from spool.engine.models.drafting_head import MTP, head_architecture
 from spool.engine.models.dtype import dtype_name
 from spool.engine.models.fetching import fetch_model, fetch_tokenizer
 from spool.engine.models.kernels import head_passes, logits_scan
-from spool.engine.models.loaded_model import KvShape, LoadedModel, attention_name
+from spool.engine.models.loaded_model import LoadedModel, attention_name
 from spool.engine.models.reading import model_in_memory, read_config, read_model, report
 from spool.engine.models.replaced_layers import replace_layers
 from spool.engine.models.source import ModelNotFoundError, Progress, longest_sequence, resolve_model
@@ -52,7 +53,6 @@ from spool.engine.parallel.shards import check_divides, sums_as_one
 from spool.engine.passes.features import Features
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.passes.warm_up import capture_graphs, warm_up
-from spool.engine.quantization.sizes import NOT_QUANTIZED
 from spool.engine.sampling.grammars import Grammars
 from spool.engine.settings import EngineSettings
 from spool.engine.target import TargetEngine
@@ -152,8 +152,8 @@ def _target_engine(
     replace_layers(loaded, settings.page_size)
     if settings.universal and not loaded.universal:
         raise UnsupportedModelError(
-            f"numerics is 'universal', must be 'auto' for {settings.model} here: only dense llama, qwen2 and qwen3 "
-            "models on a CPU, which ranks cut evenly, compute the same bits on every processor"
+            f"numerics is 'universal', must be 'auto' for {settings.model} here: the same bits on every processor are "
+            "computed on CPUs only, of described families without experts (docs/models.md), which ranks cut evenly"
         )
     _make_kernels(loaded, settings, progress)
     exact_row_counts = _exact_row_counts(loaded, settings, progress) if settings.exact else ()
@@ -241,13 +241,11 @@ def _gather_ranks(folder: Path, settings: EngineSettings, progress: Progress, ot
 
 def _windows(loaded: LoadedModel, settings: EngineSettings) -> tuple[int | None, ...]:
     """Of the layers."""
-    if loaded.quantization != NOT_QUANTIZED or loaded.lead is not None:
-        # A pass would expand all weights, and other ranks have replaced their layers.
-        attentions = [module for module in loaded.model.modules() if hasattr(module, "scaling")]
-        windows = {module.layer_idx: getattr(module, "sliding_window", None) for module in attentions}
-        return tuple(windows[layer] for layer in range(KvShape.of(loaded.model.config).layers))
     if loaded.solo is not None:
         return ()
+    described = windows(loaded.model)
+    if described is not None:
+        return described
     pool = PagePool(1, settings.page_size)
     return windows_in_pass(loaded.runner(pool, ()), pool)
 

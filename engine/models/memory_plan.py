@@ -9,9 +9,10 @@ from pathlib import Path
 
 from spool.engine.errors import GpuMemoryError
 from spool.engine.kv.kv_store import kv_row_bytes
+from spool.engine.models.families import DENSE_FAMILIES
 from spool.engine.parallel.heads import heads_of_a_rank
 from spool.engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
-from spool.engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, QUANTIZED_FAMILIES, kept_bytes
+from spool.engine.quantization.sizes import DTYPE_BYTES, NOT_QUANTIZED, kept_bytes
 
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
@@ -124,7 +125,7 @@ def model_memory(
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += graphed_rows * (row + 2 * vocabulary * size)
         workspace += int(graphed_rows * config.get("max_position_embeddings", 0) * _LIST_BYTES)
-        codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in QUANTIZED_FAMILIES
+        codes = dtype in code_dtypes and quantization != NOT_QUANTIZED and config["model_type"] in DENSE_FAMILIES
         weights, kept = kept_bytes(folder, config, size, quantization, codes)
         return ModelMemory(
             name,

@@ -15,10 +15,9 @@ from spool.engine.attention.paged_step import ATTENTION_NAME
 from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.kv.memory import planned_kv_bytes
-from spool.engine.layers.families import FAMILIES
 from spool.engine.models.compatibility import check_config, fix_frequencies
-from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
-from spool.engine.models.families import SOLO_FAMILIES
+from spool.engine.models.dtype import AUTO, COMPUTED, best_dtype, converted, dtype_name
+from spool.engine.models.families import DENSE_FAMILIES, SOLO_FAMILIES, SPARSE_FAMILIES
 from spool.engine.models.kernels import cpu_kernels, gpu_passes, takes_codes
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.reference import own_attention
@@ -37,7 +36,7 @@ from spool.engine.quantization.model import (
     round_weights,
     stored_quantization,
 )
-from spool.engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS, stated_quantization
+from spool.engine.quantization.sizes import NOT_QUANTIZED, ROUNDED_BITS, stated_quantization
 from spool.engine.sampling.grammars import Grammars
 from spool.engine.settings import EngineSettings
 from spool.scheduler.messages import Role
@@ -68,7 +67,8 @@ def read_model(
         model = _read_plain(folder, config, settings, ranks)
         rounded = settings.quantization in ROUNDED_BITS
         dtype, kernels = _dtype_and_kernels(model.dtype, device, settings, progress, rounded)
-        model = model if dtype == model.dtype else model.to(dtype)
+        if dtype != model.dtype:
+            converted(model, dtype)
         quantization = _round(model, device, settings, progress)
     else:
         model, kernels = _read_quantized(source, config, quantization, device, settings, ranks, progress)
@@ -194,7 +194,7 @@ def _read_quantized(
         )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     asked = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
-    known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
+    known = settings.quantization == AUTO and config.model_type in DENSE_FAMILIES
     dtype, kernels = _dtype_and_kernels(asked, device, settings, progress, quantized=known)
     keep = known and takes_codes(dtype, device)
     try:
@@ -205,7 +205,11 @@ def _read_quantized(
         report(f"weights: {quantization}", progress)
         return model, kernels
     size = sum(weights.nbytes for weights in model.parameters()) >> 20
-    reason = "quantization is 'none'" if settings.quantization != AUTO else "no kernel here multiplies what is stored"
+    reason = "no kernel here multiplies what is stored"
+    if settings.quantization != AUTO:
+        reason = "quantization is 'none'"
+    elif config.model_type not in DENSE_FAMILIES:
+        reason = f"{config.model_type} is none of the families whose weights stay as they are (docs/models.md)"
     report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
     return model, kernels
 
@@ -231,7 +235,7 @@ def _round(
     bits = ROUNDED_BITS.get(settings.quantization)
     if bits is None:
         return NOT_QUANTIZED
-    if model.config.model_type not in FAMILIES or not takes_codes(model.dtype, device):
+    if model.config.model_type not in DENSE_FAMILIES | SPARSE_FAMILIES or not takes_codes(model.dtype, device):
         report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
         return NOT_QUANTIZED
     progress(f"rounding weights to {bits} bits", None)

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from spool.engine.errors import UnsupportedModelError
-from spool.engine.layers.families import FAMILIES
 from spool.engine.layers.linear import summed_parts
 from spool.engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
 from spool.engine.parallel.heads import heads_of_a_rank
@@ -26,15 +25,17 @@ _INPUTS = ("o_proj", "down_proj")
 """Their inputs are divided among ranks; of the others, their outputs."""
 _VOCABULARY = ("embed_tokens", "lm_head")
 
+_DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size")
 
 
 def check_divides(config: PreTrainedConfig, size: int) -> None:
     """Raises UnsupportedModelError for a model that `size` ranks cannot divide among them."""
     family, given = config.model_type, f"tensor_parallel_size is {size}"
-    if family not in FAMILIES:
+    if family not in _DIVIDED_FAMILIES:
         raise UnsupportedModelError(
-            f"{given}, must be 1 for models of type {family}: only {', '.join(FAMILIES)} models are divided among ranks"
+            f"{given}, must be 1 for models of type {family}: only {', '.join(_DIVIDED_FAMILIES)} models are divided "
+            "among ranks"
         )
     for name in _INNER_SIZES:
         if getattr(config, name, 0) % size:

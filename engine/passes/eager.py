@@ -54,8 +54,7 @@ def forward(
     if isinstance(decoder, KernelDecoder):
         # What the model does around it takes a tenth as long as a small pass.
         rows = decoder.normed(tokens, positions, step).index_select(0, logits_rows)
-        logits: torch.Tensor = model.get_output_embeddings()(rows)
-        return logits
+        return decoder.logits(model.get_output_embeddings()(rows))
     output = model(
         input_ids=tokens.unsqueeze(0),
         position_ids=positions.unsqueeze(0),

@@ -96,7 +96,10 @@ class GgufFile:
         return struct.unpack_from(f"<{tensor.size // 4}f", self._holder(name)._bytes, tensor.offset)
 
     def commonest_type(self) -> str:
-        return Counter(tensor.type.lower() for tensor in self.tensors.values()).most_common(1)[0][0]
+        """Of matrices: vectors are many where linear layers have biases."""
+        tensors = self.tensors.values()
+        matrices = [tensor for tensor in tensors if len(tensor.shape) > 1] or tensors
+        return Counter(tensor.type.lower() for tensor in matrices).most_common(1)[0][0]
 
     def header_digest(self) -> str:
         """Of all parts, with the sizes of those behind the first."""

@@ -19,15 +19,10 @@ from tokenizers.models import BPE
 
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.models.source import CHAT_TEMPLATE, GGUF_WEIGHTS, Progress, cache_folder
+from spool.engine.quantization.gguf_architectures import ARCHITECTURES, Architecture
 from spool.engine.quantization.gguf_file import GgufFile
 from spool.engine.quantization.gguf_keys import sampling_defaults
-
-ARCHITECTURES = {
-    "gemma3": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+from spool.engine.quantization.gguf_values import count, positive, shortest, wrong
 
 # Raised when folders are made in another way, so that those of an older one are not used.
 _RECIPE = 2
@@ -38,19 +33,32 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_WORDS_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS_BY_PRE = {
-    "llama-bpe": _WORDS.replace("DIGITS", "{1,3}"),
-    "llama3": _WORDS.replace("DIGITS", "{1,3}"),
+    **dict.fromkeys(
+        ("chatglm-bpe", "dbrx", "glm4", "llama-bpe", "llama3", "smaug-bpe"), _WORDS.replace("DIGITS", "{1,3}")
+    ),
     "qwen2": _WORDS.replace("DIGITS", ""),
+    "gpt-4o": _WORDS_BY_CASE,
 }
-_PRES = (*_WORDS_BY_PRE, "smollm", "gpt-2")
-_GEMMA3_27B_LAYERS = 62
-# By fields of transformers' configurations that have them: linear layers that have biases where a file has some.
+_DIGITS_ALONE = ("command-r", "refact", "smollm", "starcoder")
+"""Those that cut digits off one by one, and the rest as GPT-2 does."""
+PRES = (*_WORDS_BY_PRE, *_DIGITS_ALONE, "gpt-2")
+"""Ways to cut a text into words that are known, by `tokenizer.ggml.pre`, of tokenizers of bytes."""
+# After tokens of Phi-3 that mark turns, white space is left out; files do not say so. After these, it is not.
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+# By fields of transformers' configurations: linear layers that have biases where a file has some.
 _BIASED = {
     "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    "attention_out_bias": re.compile(r"blk\.\d+\.attn_output\.bias"),
     "mlp_bias": re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+    "use_bias": re.compile(r"blk\.\d+\.(attn|ffn)_(q|k|v|output|gate|up|down)\.bias"),
 }
-_BIASES = {"gemma3": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
 # Of Llama 3's scaling of rotary positions, alike in all its versions.
 _LOW, _HIGH, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
@@ -103,7 +111,7 @@ def write_model_files(file: GgufFile, folder: Path) -> None:
     generation = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
     generation["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     for name, value in sampling_defaults(file).items():
-        generation[name] = _shortest(value) if isinstance(value, float) else value
+        generation[name] = shortest(value) if isinstance(value, float) else value
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -123,80 +131,79 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     """What transformers' config.json says of the model. Raises UnsupportedModelError."""
     kind = file.metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise _error(file, "general.architecture", kind, f"one of {', '.join(ARCHITECTURES)}")
-    hidden = _count(file, f"{kind}.embedding_length")
-    heads = _count(file, f"{kind}.attention.head_count")
-    head_dim = _count(file, f"{kind}.attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (found := _count(file, f"{kind}.{name}", head_dim)) != head_dim:
-            raise _error(file, f"{kind}.{name}", found, f"{head_dim}, the size of a head")
+        raise wrong(file, "general.architecture", kind, f"one of {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[kind]
+    hidden = count(file, f"{kind}.embedding_length")
+    heads = count(file, f"{kind}.attention.head_count")
+    head_dim = count(file, f"{kind}.attention.key_length", hidden // heads)
+    if (values := count(file, f"{kind}.attention.value_length", head_dim)) != head_dim:
+        raise wrong(file, f"{kind}.attention.value_length", values, f"{head_dim}, the size of a head")
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError(f"{file.path.name} holds no token_embd.weight")
     types = {tensor.type for tensor in file.tensors.values()} - {"F32"}
-    # Activations of Gemma 3 exceed what float16 holds.
-    half = "bfloat16" if kind == "gemma3" else "float16"
+    epsilon, epsilon_key = architecture.epsilon
     config = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "dtype": "float32" if not types else half if types == {"F16"} else "bfloat16",
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "dtype": "float32" if not types else architecture.half if types == {"F16"} else "bfloat16",
         "hidden_size": hidden,
-        "intermediate_size": _count(file, f"{kind}.feed_forward_length"),
-        "num_hidden_layers": _count(file, f"{kind}.block_count"),
+        "intermediate_size": count(file, f"{kind}.feed_forward_length"),
+        "num_hidden_layers": count(file, f"{kind}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _count(file, f"{kind}.attention.head_count_kv", heads),
+        "num_key_value_heads": count(file, f"{kind}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _count(file, f"{kind}.context_length"),
-        "rms_norm_eps": _float(file, f"{kind}.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, kind, head_dim),
+        "max_position_embeddings": count(file, f"{kind}.context_length"),
+        epsilon: positive(file, f"{kind}.{epsilon_key}"),
+        "rope_parameters": _rope(file, kind, head_dim) | _turned(file, kind, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "bos_token_id": _token_id(file, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _token_id(file, "tokenizer.ggml.eos_token_id"),
         "pad_token_id": _token_id(file, "tokenizer.ggml.padding_token_id"),
     }
-    for field in _BIASES.get(kind, ()):
-        if any(map(_BIASED[field].fullmatch, file.tensors)):
-            config[field] = True
-    return config | _gemma3(file, config) if kind == "gemma3" else config
+    for field in architecture.biases:
+        if (has := any(map(_BIASED[field].fullmatch, file.tensors))) or architecture.biased_unless_told:
+            config[field] = has
+    return config | architecture.fields(file, config)
 
 
-def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    local = {"rope_type": "default", "rope_theta": _float(file, "gemma3.rope.freq_base_swa", 10_000.0)}
-    # Files do not say what scores are scaled by, which differs in the largest model.
-    largest = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
-    return {
-        "model_type": "gemma3_text",
-        "sliding_window": _count(file, "gemma3.attention.sliding_window"),
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if largest
-        else config["head_dim"],
-        "rope_parameters": {"sliding_attention": local, "full_attention": config["rope_parameters"]},
-    }
+def _turned(file: GgufFile, kind: str, architecture: Architecture, head_dim: int) -> dict[str, Any]:
+    """Which share of a head positions turn, where that may be a part."""
+    key = f"{kind}.rope.dimension_count"
+    turned = count(file, key, head_dim)
+    if turned == head_dim:
+        return {"partial_rotary_factor": 1.0} if architecture.turns_part else {}
+    # transformers cuts the product with the share down to a whole number.
+    share = turned / head_dim
+    if not architecture.turns_part or int(head_dim * share) != turned or turned > head_dim or turned % 2:
+        limit = f"even and at most {head_dim}" if architecture.turns_part else f"{head_dim}"
+        raise wrong(file, key, turned, f"{limit}, the size of a head")
+    return {"partial_rotary_factor": share}
 
 
 def _rope(file: GgufFile, kind: str, head_dim: int) -> dict[str, Any]:
-    theta = _float(file, f"{kind}.rope.freq_base", 10_000.0)
+    theta = positive(file, f"{kind}.rope.freq_base", 10_000.0)
     prefix = f"{kind}.rope.scaling."
     stated = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)} - {"finetuned"}
     factors = {
-        key: _float(file, key) for key in (f"{prefix}factor", f"{kind}.rope.scale_linear") if key in file.metadata
+        key: positive(file, key) for key in (f"{prefix}factor", f"{kind}.rope.scale_linear") if key in file.metadata
     }
     scaling = file.metadata.get(f"{prefix}type", "linear" if factors else "none")
     if len(set(factors.values())) > 1:
-        raise _error(file, " and ".join(factors), factors, "equal")
+        raise wrong(file, " and ".join(factors), factors, "equal")
     if "rope_freqs.weight" in file.tensors:
         if scaling != "none" and (scaling != "linear" or set(factors.values()) - {1.0}):
-            raise _error(file, f"{prefix}type", scaling, "none beside rope_freqs.weight")
+            raise wrong(file, f"{prefix}type", scaling, "none beside rope_freqs.weight")
         return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
     if scaling == "none":
         return {"rope_theta": theta, "rope_type": "default"}
     if scaling not in ("linear", "yarn") or not stated <= {"type", "factor", "original_context_length"}:
-        raise _error(file, f"{prefix}*", f"{scaling} ({', '.join(sorted(stated))})", "none, linear, or yarn by factor")
+        raise wrong(file, f"{prefix}*", f"{scaling} ({', '.join(sorted(stated))})", "none, linear, or yarn by factor")
     if not factors:
-        raise _error(file, f"{prefix}factor", None, "a positive number")
+        raise wrong(file, f"{prefix}factor", None, "a positive number")
     found: dict[str, Any] = {"rope_theta": theta, "rope_type": scaling, "factor": next(iter(factors.values()))}
     if scaling == "yarn":
-        found["original_max_position_embeddings"] = _count(file, f"{prefix}original_context_length")
+        found["original_max_position_embeddings"] = count(file, f"{prefix}original_context_length")
     return found
 
 
@@ -230,7 +237,7 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
     tokens = _list(file, "tokenizer.ggml.tokens", str)
     types = _list(file, "tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
-        raise _error(file, "tokenizer.ggml.token_type", f"{len(types)} numbers", f"{len(tokens)}, one for each token")
+        raise wrong(file, "tokenizer.ggml.token_type", f"{len(types)} numbers", f"{len(tokens)}, one for each token")
     rows = file.tensors["token_embd.weight"].shape[0]
     vocabulary: dict[str, int] = {}
     for number, token in enumerate(tokens):
@@ -238,9 +245,9 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
             continue
         field = f"tokenizer.ggml.tokens[{number}]"
         if token in vocabulary:
-            raise _error(file, field, token, f"another than tokens[{vocabulary[token]}]")
+            raise wrong(file, field, token, f"another than tokens[{vocabulary[token]}]")
         if number >= rows:
-            raise _error(file, field, token, f"below {rows}, the rows of token_embd.weight")
+            raise wrong(file, field, token, f"below {rows}, the rows of token_embd.weight")
         vocabulary[token] = number
     unknown = _token_id(file, "tokenizer.ggml.unknown_token_id")
     model = file.metadata.get("tokenizer.ggml.model")
@@ -250,11 +257,13 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
         elif model == "llama":
             tokenizer = _sentence_piece(file, vocabulary, types, None if unknown is None else tokens[unknown])
         else:
-            raise _error(file, "tokenizer.ggml.model", model, "gpt2 or llama")
+            raise wrong(file, "tokenizer.ggml.model", model, "gpt2 or llama")
+        is_phi3 = model == "llama" and file.metadata.get("general.architecture") == "phi3"
         for number, token in enumerate(tokens):
             if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 special = types[number] != _USER_DEFINED
-                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+                rstrip = is_phi3 and token not in _KEEP_SPACES
+                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False, rstrip=rstrip)])
         begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
         around = [
             _token_id(file, f"tokenizer.ggml.{name}_token_id")
@@ -277,8 +286,8 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
 
 def _byte_level(file: GgufFile, vocabulary: dict[str, int], unknown: str | None) -> Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRES:
-        raise _error(file, "tokenizer.ggml.pre", pre, f"one of {', '.join(_PRES)}")
+    if pre not in PRES:
+        raise wrong(file, "tokenizer.ggml.pre", pre, f"one of {', '.join(PRES)}")
     # A space is no letter of these tokens.
     merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "tokenizer.ggml.merges", str)]
     words = _WORDS_BY_PRE.get(pre)
@@ -287,7 +296,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], unknown: str | None)
     digits = pre_tokenizers.Digits(individual_digits=True)
     split = pre_tokenizers.Split(Regex(words), behavior="isolated") if words else digits
     tokenizer.pre_tokenizer = bytes_of if pre == "gpt-2" else pre_tokenizers.Sequence([split, bytes_of])
-    if pre == "qwen2":
+    if pre in ("command-r", "qwen2"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -297,7 +306,7 @@ def _sentence_piece(file: GgufFile, vocabulary: dict[str, int], types: list[int]
     """Of Llama 2's kind: the piece of the best score is merged first, from whichever two pieces."""
     scores = _list(file, "tokenizer.ggml.scores", float)
     if len(scores) != len(types):
-        raise _error(file, "tokenizer.ggml.scores", f"{len(scores)} numbers", f"{len(types)}, one for each token")
+        raise wrong(file, "tokenizer.ggml.scores", f"{len(scores)} numbers", f"{len(types)}, one for each token")
     pieces = {token: scores[number] for token, number in vocabulary.items() if types[number] == _NORMAL}
     merges = [
         (score, token[:cut], token[cut:])
@@ -318,40 +327,17 @@ def _sentence_piece(file: GgufFile, vocabulary: dict[str, int], types: list[int]
     return tokenizer
 
 
-def _count(file: GgufFile, key: str, default: int | None = None) -> int:
-    value = file.metadata.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _error(file, key, value, "a positive number")
-    return value
-
-
-def _float(file: GgufFile, key: str, default: float | None = None) -> float:
-    """The shortest number in decimals that float32, as files have it, does not tell from the one in the file."""
-    value = file.metadata.get(key, default)
-    if not isinstance(value, float) or not 0 < (short := _shortest(value)) < math.inf:
-        raise _error(file, key, value, "a positive number")
-    return short
-
-
-def _shortest(value: float) -> float:
-    return float(str(np.float32(value)))
-
-
 def _token_id(file: GgufFile, key: str) -> int | None:
     value = file.metadata.get(key)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     limit = len(tokens) if isinstance(tokens, list) else 0
     if value is not None and (not isinstance(value, int) or not 0 <= value < limit):
-        raise _error(file, key, value, f"below {limit}, the number of tokens")
+        raise wrong(file, key, value, f"below {limit}, the number of tokens")
     return value
 
 
 def _list(file: GgufFile, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
     value = file.metadata.get(key, default)
     if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
-        raise _error(file, key, type(value).__name__, f"a list of {kind.__name__}")
+        raise wrong(file, key, type(value).__name__, f"a list of {kind.__name__}")
     return value
-
-
-def _error(file: GgufFile, field: str, value: object, limit: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{file.path.name}: {field} is {value!r:.60}, must be {limit}")

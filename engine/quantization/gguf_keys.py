@@ -11,6 +11,7 @@ from typing import Any
 
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.leftovers import WAY_OUT, is_ignored
+from spool.engine.quantization.gguf_architectures import ARCHITECTURES
 from spool.engine.quantization.gguf_file import GgufFile
 
 _SAMPLING = {
@@ -38,11 +39,6 @@ def _within(least: float, most: float) -> _Rule:
     return lambda value, file: isinstance(value, int | float) and value is not True and least <= value <= most
 
 
-def _is_for(key: str, *allowed: object) -> _Rule:
-    """Read from files whose `key` is one of `allowed`."""
-    return lambda value, file: file.metadata.get(key) in allowed
-
-
 def _as_wide_as_a_head(value: object, file: GgufFile) -> bool:
     kind = file.metadata["general.architecture"]
     heads, hidden = (file.metadata.get(f"{kind}.{name}") for name in ("attention.head_count", "embedding_length"))
@@ -51,10 +47,10 @@ def _as_wide_as_a_head(value: object, file: GgufFile) -> bool:
 
 
 def _sees_everything(value: object, file: GgufFile) -> bool:
-    """A window that no sequence fills; Gemma 3's is read."""
+    """A window that no sequence fills."""
     kind = file.metadata["general.architecture"]
     longest = file.metadata.get(f"{kind}.context_length")
-    return kind == "gemma3" or value == 0 or (isinstance(value, int) and isinstance(longest, int) and value >= longest)
+    return value == 0 or (isinstance(value, int) and isinstance(longest, int) and value >= longest)
 
 
 _GEMMA3_LAYERS = 6
@@ -71,11 +67,10 @@ def _is_gemma3_pattern(value: object, file: GgufFile) -> bool:
 _OF_ARCHITECTURE: Mapping[str, _Rule] = {
     **dict.fromkeys(("context_length", "embedding_length", "feed_forward_length", "block_count"), _any),
     **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.key_length"), _any),
-    **dict.fromkeys(("attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count"), _any),
+    **dict.fromkeys(("attention.value_length", "rope.dimension_count"), _any),
     **dict.fromkeys(("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), _any),
     **dict.fromkeys(("rope.scaling.original_context_length", "vocab_size"), _any),
     "rope.scaling.finetuned": _only(True, False),
-    "rope.freq_base_swa": _is_for("general.architecture", "gemma3"),
     "attention.sliding_window": _sees_everything,
     "attention.sliding_window_pattern": _is_gemma3_pattern,
     **dict.fromkeys(
@@ -133,7 +128,8 @@ def check_keys(file: GgufFile, ignored: Sequence[str]) -> None:
     for key, value in file.metadata.items():
         space, _, name = key.partition(".")
         if space == kind:
-            known = _any if name.startswith(_TOWERS) else _OF_ARCHITECTURE.get(name)
+            of_kind = {*ARCHITECTURES[kind].keys, ARCHITECTURES[kind].epsilon[1]} if kind in ARCHITECTURES else ()
+            known = _any if name.startswith(_TOWERS) or name in of_kind else _OF_ARCHITECTURE.get(name)
         elif key.startswith("tokenizer.ggml."):
             known = _TOKENS.get(key.removeprefix("tokenizer.ggml."))
         elif space == "tokenizer":

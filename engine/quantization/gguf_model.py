@@ -13,31 +13,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.leftovers import refuse_unused
 from spool.engine.parallel.shards import whole_model
+from spool.engine.quantization.gguf_architectures import ARCHITECTURES, ROPE_FACTORS, Architecture
 from spool.engine.quantization.gguf_file import GgufFile
 from spool.engine.quantization.gguf_keys import check_keys
 from spool.engine.quantization.weights import QuantizedWeight
 
-MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+# Of mistral, folders that were made of such files by hand.
+_ARCHITECTURE_OF = {one.model_type: one for one in ARCHITECTURES.values()} | {"mistral": ARCHITECTURES["llama"]}
+MODEL_TYPES = (*sorted(_ARCHITECTURE_OF),)
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OF_GEMMA3_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 # What divides frequencies of rotary positions: the configuration says the same.
 _ROPE_FACTORS = "rope_freqs.weight"
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -46,7 +31,12 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 # Tensors of towers for images and sound, as converters name them.
 _TOWERS = ("v.", "a.", "mm.")
 # Biases that a model of such a configuration has in each of its layers, and that files have or not, one by one.
-_OPTIONAL_BIASES = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}
+_OPTIONAL_BIASES = {
+    "attention_bias": (".self_attn.",),
+    "attention_out_bias": (".self_attn.o_proj.",),
+    "mlp_bias": (".mlp.",),
+    "use_bias": (".self_attn.", ".mlp."),
+}
 
 
 def gguf_weights(
@@ -62,26 +52,32 @@ def gguf_weights(
         raise UnsupportedModelError(
             f"{file.path.name} holds a model of type {config.model_type}, must be one of {', '.join(MODEL_TYPES)}"
         )
+    architecture = _ARCHITECTURE_OF[config.model_type]
     check_keys(file, ignored)
     shapes = {name: parameter.shape for name, parameter in whole_model(config).state_dict().items()}
-    parameters = {name: _parameter_name(name, config) for name in file.tensors if not name.startswith(_TOWERS)}
+    parameters = {name: _parameter_name(name, architecture) for name in file.tensors if not name.startswith(_TOWERS)}
     if _ROPE_FACTORS in file.tensors and _are_of_configuration(file.floats(_ROPE_FACTORS), config):
         del parameters[_ROPE_FACTORS]
+    for field, tensor in ROPE_FACTORS.items():
+        stated = (config.rope_parameters or {}).get(field)
+        if tensor in file.tensors and stated is not None:
+            found = file.floats(tensor)
+            if len(found) == len(stated) and np.allclose(found, stated, rtol=1e-6):
+                del parameters[tensor]
     refuse_unused(file.path.name, (name for name, parameter in parameters.items() if parameter not in shapes), ignored)
     for name, parameter in parameters.items():
         if parameter not in shapes:
             continue
         weight = file.read(name)
-        if config.model_type == "gemma3_text" and name.endswith("norm.weight") and isinstance(weight, torch.Tensor):
-            weight = weight - 1  # files have what the model multiplies by
-        heads = _interleaved_heads(name, config)
+        if architecture.norm_offset and name.endswith("norm.weight") and isinstance(weight, torch.Tensor):
+            weight = weight - architecture.norm_offset
+        heads = _interleaved_heads(name, config) if architecture.interleaved else 0
         if heads:
             weight = _rows_by_halves(file, name, weight, heads)
         yield str(parameter), weight
-    for field, part in _OPTIONAL_BIASES.items():
-        biases = (
-            [name for name in shapes if part in name and name.endswith(".bias")] if getattr(config, field, 0) else []
-        )
+    for field, parts in _OPTIONAL_BIASES.items():
+        of_field = [name for name in shapes if name.endswith(".bias") and any(part in name for part in parts)]
+        biases = of_field if getattr(config, field, 0) else []
         missing = set(biases) - set(parameters.values())
         if len(missing) < len(biases):
             yield from ((name, torch.zeros(shapes[name])) for name in sorted(missing))
@@ -97,10 +93,9 @@ def _are_of_configuration(factors: Sequence[float], config: PreTrainedConfig) ->
     return len(factors) == len(expected) and np.allclose(factors, expected, rtol=1e-4)
 
 
-def _parameter_name(name: str, config: PreTrainedConfig) -> str | None:
+def _parameter_name(name: str, architecture: Architecture) -> str | None:
     """None for a tensor that no supported model has."""
-    of_layer = _OF_LAYER | (_OF_GEMMA3_LAYER if config.model_type == "gemma3_text" else {})
-    found = _NAME.fullmatch(name)
+    of_layer, found = architecture.of_layer, _NAME.fullmatch(name)
     if found:
         layer, part, kind = found.groups()
         if layer is None and part in _OUTER:
@@ -111,9 +106,7 @@ def _parameter_name(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _interleaved_heads(name: str, config: PreTrainedConfig) -> int:
-    """Heads of queries or keys whose rotated pairs of rows are neighbours; 0 for other tensors and models."""
-    if config.model_type not in ("llama", "mistral"):
-        return 0
+    """Heads of the rows of queries or keys; 0 for other tensors."""
     if ".attn_q." in name:
         return int(config.num_attention_heads)
     return int(config.num_key_value_heads) if ".attn_k." in name else 0

@@ -40,16 +40,23 @@ class QuantizedLinear(_Quantized):
 
 
 class QuantizedEmbedding(_Quantized):
-    """`weight` has no rows: it says what dtype the embeddings have, and where they are."""
+    """`weight` has no rows: it says what dtype the embeddings have, and where they are. With a `scale`, rounded to
+    that dtype, embeddings are the weight's rows times it, rounded once more."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__(weight)
         self.num_embeddings, self.embedding_dim = weight.shape
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, dtype=dtype), requires_grad=False)
+        self.scale = scale
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.quantized.rows(tokens.flatten()).expanded().to(self.weight.dtype)
-        return rows.view(*tokens.shape, -1)
+        return scaled(rows, self.scale).view(*tokens.shape, -1)
+
+
+def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """Embeddings, of rows of an embedding's weight: in their dtype, as transformers computes them."""
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
 
 def joined_quantized(layers: Sequence[QuantizedLinear]) -> QuantizedLinear:

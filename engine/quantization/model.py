@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from spool.engine.errors import UnsupportedModelError
+from spool.engine.models.dtype import EMBEDDING_SCALE
 from spool.engine.models.source import weights_path
 from spool.engine.models.weights import model_of
 from spool.engine.parallel.layers import connect_layers
@@ -20,7 +22,9 @@ from spool.engine.quantization.gguf_model import gguf_weights
 from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from spool.engine.quantization.rounding import rounded
 from spool.engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
-from spool.engine.quantization.weights import QuantizedWeight
+from spool.engine.quantization.weights import INPUT_MULTIPLE, QuantizedWeight
+
+_ROUTERS = {"gate", "router"}
 
 
 def open_weights(folder: Path) -> GgufFile | Path:
@@ -83,14 +87,16 @@ def is_quantized(model: nn.Module) -> bool:
 
 def round_weights(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of linear layers to codes of `bits` bits, in place; those of embedding and head to 8. A layer
-    whose inputs are no multiple of 32 stays as it is. Of a model that ranks share, this rank's part."""
+    whose inputs are no multiple of 32 stays as it is, and so does what routes rows to experts, whose choice is to stay
+    the same. Of a model that ranks share, this rank's part."""
     ends = {id(getattr(end, "part", end)) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     found: dict[str, QuantizedWeight] = {}
     by_storage: dict[int, QuantizedWeight] = {}
     for name, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.Embedding) or module.weight.shape[1] % 32:
+        if _ROUTERS & {*name.split(".")}:
             continue
-        if type(module) is nn.Embedding and id(module) not in ends:
+        is_embedding = isinstance(module, nn.Embedding) and id(module) in ends
+        if not (is_embedding or type(module) is nn.Linear) or module.weight.shape[1] % INPUT_MULTIPLE:
             continue
         address = module.weight.data_ptr()
         if address not in by_storage:
@@ -113,20 +119,27 @@ def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight], stored: Collection[str] = ()) -> None:
     """Replaces the modules of these weights. A head that has its embedding's weight, as it is not among those `stored`
-    apart, gets it as well."""
+    apart, gets it as well. Raises UnsupportedModelError for a module that computes something else with its weight."""
     embedding = f"{_name_of(model, model.get_input_embeddings())}.weight"
     tied = getattr(model.config, "tie_word_embeddings", False) and embedding in weights
     head = f"{_name_of(model, model.get_output_embeddings())}.weight"
     placed = {**weights, head: weights[embedding]} if tied and head not in {*weights, *stored} else weights
+    modules = dict(model.named_modules())
     for name, weight in placed.items():
         path = name.removesuffix(".weight")
-        module = model.get_submodule(path)
-        parent = model.get_submodule(path.rpartition(".")[0])
-        if isinstance(module, nn.Embedding):
-            replacement: nn.Module = QuantizedEmbedding(weight, model.dtype)
-        else:
+        module = modules.get(path)
+        scale = getattr(module, EMBEDDING_SCALE, None)
+        if type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and scale is not None):
+            replacement: nn.Module = QuantizedEmbedding(weight, model.dtype, 1.0 if scale is None else float(scale))
+        elif module is not None and type(module) is nn.Linear:
             replacement = QuantizedLinear(weight, module.bias)
-        setattr(parent, path.rpartition(".")[2], replacement)
+        else:
+            holder = "no module" if module is None else f"a {type(module).__name__}"
+            raise UnsupportedModelError(
+                f"{model.config.model_type} has a quantised weight {name} of {holder}, must be of a linear layer or an "
+                "embedding: quantization 'none' expands it"
+            )
+        setattr(modules[path.rpartition(".")[0]], path.rpartition(".")[2], replacement)
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

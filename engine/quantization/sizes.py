@@ -20,15 +20,12 @@ ROUNDED_BITS = {"int8": 8, "int4": 4}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HEAD_BITS = 8
 """Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
-QUANTIZED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of these, weights stay quantised as a checkpoint has them: all but biases and norms are of linear layers and of the
-embedding."""
 
 # As engine/quantization/weights.py keeps codes: inputs that share a scale, and the bytes of that and of a minimum.
 _GROUP, _SMALL_GROUP = 32, 16
 _SCALE_BYTES = 2 * 4
 
-_ENDS = ("embed_tokens", "lm_head")
+_ENDS = ("embed_tokens", "lm_head", "embed_in", "embed_out")
 # Last parts of the names of tensors with several codes in each of their int32 words, and of tensors that go with codes.
 _PACKED = ("weight_packed", "qweight")
 _WEIGHT_PARTS = {"weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"}

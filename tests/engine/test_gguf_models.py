@@ -10,13 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PagePool
+from spool.engine.models.compatibility import fix_frequencies
+from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.loading import load_draft_engine, load_target_engine
+from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.quantization.gguf_folder import gguf_folder
+from spool.engine.quantization.model import build_model, is_quantized, open_weights
 from spool.engine.settings import EngineSettings
-from tests.support.decoding import decoded, generated
-from tests.support.gguf_models import SHAPE, TOKENS, Change, added, random_model, stated, write_model
+from tests.support.cpu_kernels import compiled_kernels
+from tests.support.decoding import decoded, generated, paged_logits
+from tests.support.gguf_models import (
+    FACTORS,
+    PARTS,
+    SHAPE,
+    TOKENS,
+    Change,
+    added,
+    random_model,
+    stated,
+    without,
+    write_model,
+)
 from tests.support.ranks import target_of_ranks
 
 PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 38]]
@@ -29,18 +47,18 @@ def settings_of(file: Path, **more: Any) -> EngineSettings:
     return EngineSettings(str(file), "float32", threads=1, kv_pages=16, exact=False, **more)
 
 
-def expected_tokens(model: PreTrainedModel) -> list[list[int]]:
+def expected_tokens(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Those without a name in the file are none."""
     nameless = list(range(len(TOKENS) - 1, SHAPE["vocab_size"]))
-    return [generated(model, prompt, NEW_TOKENS, suppress_tokens=nameless) for prompt in PROMPTS]
+    return [generated(model, prompt, NEW_TOKENS, suppress_tokens=nameless) for prompt in prompts]
 
 
-def agreeing(kind: str, tied: bool = False, **fields: Any) -> PreTrainedModel:
+def agreeing(kind: str, size: float = 0.25, tied: bool = False, **fields: Any) -> PreTrainedModel:
     """Weights of moderate size, so that biases, positions and the head all decide which token comes next."""
     model = random_model(kind, tied, **fields)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= 0.25 if parameter.dim() > 1 else 1
+            parameter *= size if parameter.dim() > 1 else 1
     return model
 
 
@@ -96,6 +114,92 @@ def test_a_file_gives_the_tokens_of_its_model(name: str, ranks: int, tmp_path: P
     assert [[token for token, _ in output] for output in found] == expected
     # What the file says beyond plain weights decides: without, the tokens are others.
     assert name == "in parts" or expected != expected_tokens(agreeing("llama"))
+
+
+def longrope(original: int) -> dict[str, Any]:
+    """Of positions beyond `original`, which other factors are for."""
+    scaled = (
+        PARTS["rope_parameters"] | FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": original}
+    )
+    return {"rope_parameters": scaled, "original_max_position_embeddings": original}
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "arcee": {"tied": True},
+    "cohere": {"tied": True},
+    "cohere2": {"tied": True},
+    "ernie4_5": {"tied": True},
+    "gemma": {"tied": True},
+    "gemma2": {"tied": True},
+    "glm4": {},
+    "granite": {"tied": True},
+    "olmo2": {},
+    "phi3": {},
+    "phi3 for long texts": longrope(8),
+    "seed_oss": {},
+    "smollm3": {"tied": True},
+    "starcoder2": {"tied": True},
+}
+QUICK = ("gemma2", "granite", "phi3")
+WIDER = {
+    "phi3 for long texts": {
+        "rope_parameters": longrope(8)["rope_parameters"]
+        | {name: [factor for factor in factors for _ in "12"] for name, factors in FACTORS.items()}
+    }
+}
+"""Heads of twice as many dimensions have twice as many factors."""
+
+
+def kernel_logits(file: Path, keep: bool) -> torch.Tensor:
+    """Of the last prompt's tokens, by the CPU kernels, float32; with `keep`, by codes where the file has them."""
+    folder = gguf_folder(file, lambda *_: None)
+    model = build_model(open_weights(folder), AutoConfig.from_pretrained(folder), torch.float32, keep)
+    assert is_quantized(model) == keep
+    fix_frequencies(model, None)
+    loaded = LoadedModel(model, Vocabulary(b"", SHAPE["vocab_size"]), compiled_kernels(torch.float32), None)
+    loaded.replace_layers()
+    pool = PagePool(8, 16)
+    return paged_logits(loaded.runner(pool, (len(PROMPTS[-1]),)), pool, PROMPTS[-1], [len(PROMPTS[-1])])
+
+
+@torch.inference_mode()
+def own_logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.tensor(PROMPTS[-1:])).logits[0]
+
+
+OF_ARCHITECTURES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("name", OF_ARCHITECTURES)
+def test_an_architecture_gives_the_tokens_of_its_model(name: str, tmp_path: Path) -> None:
+    kind, file = name.partition(" ")[0], tmp_path / "small.gguf"
+    model = agreeing(kind, **ARCHITECTURES[name])
+    # SDPA leaves soft caps out.
+    model.set_attn_implementation("eager")
+    write_model(file, kind, model=model)
+    exact = own_logits(model)
+    # Tokens alone do not tell what multiplies all logits.
+    assert (kernel_logits(file, keep=False) - exact).abs().max() < 1e-4 * exact.abs().max()
+    engine = load_target_engine(settings_of(file), lambda *_: None)
+    prompts = PROMPTS[-1:] if "long" in name else PROMPTS
+    found = decoded(engine, prompts, NEW_TOKENS, (3, 5))
+    assert [[token for token, _ in output] for output in found] == expected_tokens(model, prompts)
+
+
+@pytest.mark.parametrize("name", OF_ARCHITECTURES)
+def test_codes_of_an_architecture_stay_codes(name: str, tmp_path: Path) -> None:
+    kind, file = name.partition(" ")[0], tmp_path / "small.gguf"
+    model = agreeing(kind, 0.125, **ARCHITECTURES[name] | {"hidden_size": 128, "head_dim": 32} | WIDER.get(name, {}))
+    model.set_attn_implementation("eager")
+    parameters = write_model(file, kind, model=model, quantized=True)
+    for weight, parameter in model.named_parameters():
+        parameter.detach().copy_(parameters[weight])
+    exact, kept = own_logits(model), kernel_logits(file, keep=True)
+    # Rows are rounded to eight bits, which random layers amplify; rows in another order are wholly off.
+    assert (kept - exact).abs().mean() < 0.1 * exact.std()
+    engine = load_target_engine(settings_of(file), lambda *_: None)
+    assert engine.description.quantization == "q8_0"
+    assert decoded(engine, PROMPTS, NEW_TOKENS, (3, 5))[-1:] == decoded(engine, PROMPTS[-1:], NEW_TOKENS)
 
 
 KEY, TENSOR = "is not supported: without, the text may be wrong", "has no place for: without, the text may be wrong"
@@ -162,8 +266,43 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an adapter": ("llama", stated("adapter.lora.alpha", 8.0), r"adapter\.lora\.alpha is 8\.0"),
     "factors beside yarn": (
         "llama",
-        lambda writer: [change(writer) for change in (stated("llama.rope.scaling.type", "yarn"), FACTORS)],
+        lambda writer: [change(writer) for change in (stated("llama.rope.scaling.type", "yarn"), LLAMA3_FACTORS)],
         "scaling.type is 'yarn', must be none beside rope_freqs.weight",
+    ),
+    "no factor of scores": ("granite", without("granite.attention.scale"), r"granite\.attention\.scale is None"),
+    "layers without positions": (
+        "granite",
+        stated("granite.rope.scaling.finetuned", False),
+        r"granite\.rope\.scaling\.finetuned is False",
+    ),
+    "windows of olmo3": (
+        "olmo2",
+        stated("olmo2.attention.sliding_window", 9),
+        r"olmo2\.attention\.sliding_window is 9",
+    ),
+    "a part of olmo2's heads": ("olmo2", stated("olmo2.rope.dimension_count", 8), r"dimension_count is 8, must be 16"),
+    "an odd part": (
+        "glm4",
+        stated("glm4.rope.dimension_count", 7),
+        r"dimension_count is 7, must be even and at most 16",
+    ),
+    "sections of glm4": (
+        "glm4",
+        stated("glm4.rope.dimension_sections", [4, 4]),
+        r"glm4\.rope\.dimension_sections is \[4, 4\]",
+    ),
+    "long factors alone": ("phi3", added("rope_factors_long.weight", 4), "must be both there, or none"),
+    "a pattern of other layers": (
+        "cohere2",
+        stated("cohere2.attention.sliding_window_pattern", [True, False]),
+        r"sliding_window_pattern is \[True, False\], must be a whole number, or 4 flags",
+    ),
+    "no scale of logits": ("cohere", without("command-r.logit_scale"), r"command-r\.logit_scale is None"),
+    "experts of ernie": ("ernie4_5", stated("ernie4_5.expert_count", 8), r"ernie4_5\.expert_count is 8"),
+    "a bias that gemma2 does not have": (
+        "gemma2",
+        added("blk.0.attn_q.bias", 64),
+        rf"blk\.0\.attn_q\.bias, .*{TENSOR}",
     ),
     "two factors": (
         "llama",
@@ -171,7 +310,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         r"llama\.rope\.scaling\.factor and llama\.rope\.scale_linear is .*, must be equal",
     ),
 }
-FACTORS = added("rope_freqs.weight", SHAPE["head_dim"] // 2)
+LLAMA3_FACTORS = added("rope_freqs.weight", SHAPE["head_dim"] // 2)
 TWO_FACTORS = {"scaling.factor": 4.0, "scale_linear": 2.0}
 
 

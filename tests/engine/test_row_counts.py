@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from spool.engine.cpu.linear import replace_linears
 from spool.engine.errors import ExactModeUnavailableError
-from spool.engine.exactness.calibration import calibrate, candidate_row_counts
-from spool.engine.layers.joined_layers import FusedRmsNorm, join_layers
+from spool.engine.exactness.calibration import calibrate
+from spool.engine.layers.plain_norms import FusedRmsNorm, replace_norms
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.vocabulary import Vocabulary
 from tests.support.cpu_kernels import compiled_kernels
@@ -46,10 +46,17 @@ def accepted(model: PreTrainedModel) -> tuple[int, ...]:
     return calibrate(model, loaded.runner, 16, MOST_ROWS).row_counts
 
 
-def test_joined_layers_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
-    join_layers(model, compiled_kernels(torch.float32))
-    assert any(isinstance(module, FusedRmsNorm) for module in model.modules())
-    assert accepted(model) == candidate_row_counts(MOST_ROWS)
+def test_replaced_norms_give_a_row_the_same_bits_at_every_row_count(model: PreTrainedModel) -> None:
+    rows = torch.randn(MOST_ROWS, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def rows_with_the_bits_that_they_have_alone(count: int) -> int:
+        normed = model.base_model.norm(rows[:count])
+        return sum(torch.equal(model.base_model.norm(rows[row : row + 1])[0], normed[row]) for row in range(count))
+
+    assert rows_with_the_bits_that_they_have_alone(MOST_ROWS) < MOST_ROWS
+    replace_norms(model)
+    assert isinstance(model.base_model.norm, FusedRmsNorm)
+    assert all(rows_with_the_bits_that_they_have_alone(count) == count for count in (2, 15, 16, MOST_ROWS))
 
 
 def test_the_models_own_norm_is_not(model: PreTrainedModel) -> None:

@@ -37,6 +37,29 @@ GEMMA3: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention"],
     "rope_parameters": {"sliding_attention": ROPE, "full_attention": SHAPE["rope_parameters"]},
 }
+NEAR: dict[str, Any] = {"rope_parameters": ROPE}
+"""Of files that do not say what the base of rotary positions is."""
+WINDOW: dict[str, Any] = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+PARTS = {"rope_parameters": SHAPE["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 2.5, 4.0, 4.5]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "num_hidden_layers": 4, "sliding_window": 9},
+    "gemma": NEAR,
+    "gemma2": NEAR | WINDOW | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0},
+    "gemma3_text": GEMMA3,
+    "glm4": PARTS | {"attention_bias": True},
+    "granite": GRANITE,
+    "phi3": PARTS | {"sliding_window": 9, "original_max_position_embeddings": 128},
+    "seed_oss": {"attention_bias": True, "mlp_bias": False},
+    "smollm3": {"num_hidden_layers": 4},
+    "starcoder2": {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None},
+}
+"""What configurations of these kinds have beside or in place of `SHAPE`."""
+ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2")
+"""Kinds whose files have no head of its own."""
+INTERLEAVED = ("arcee", "granite", "llama", "smollm3")
 Change = Callable[[gguf.GGUFWriter], None]
 
 
@@ -50,7 +73,8 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 def random_model(kind: str, tied: bool = False, **fields: Any) -> PreTrainedModel:
     """In float32; `fields` of its configuration other than usual."""
     torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **shape_of(kind) | fields)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **tokens | shape_of(kind) | fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -76,19 +100,19 @@ def write_model(
     one, but those with a part of a name in `without`. `types` of layers other than Q8_0, where it is `quantized`.
     `part_tensors`: of each part of a file in parts, whose names begin with that of `path`."""
     model = random_model(kind, tied) if model is None else model
-    architecture, config = kind.removesuffix("_text"), model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    architecture, config = architecture_of(kind), model.config
+    [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
-    if kind == "gemma3_text":
-        writer.add_sliding_window(GEMMA3["sliding_window"])
+    add_own_keys(writer, kind, config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(SHAPE["rope_parameters"]["rope_theta"])
+    if kind not in ("gemma", "gemma2"):
+        writer.add_rope_freq_base(SHAPE["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -106,13 +130,13 @@ def write_model(
         data = parameter.detach().numpy()
         stem, suffix = name.rsplit(".", 1)
         stored = data
-        heads = heads_of(name, config) if kind == "llama" else 0
+        heads = heads_of(name, config) if kind in INTERLEAVED else 0
         if heads:
             stored = interleaved(data, heads)
-        if kind == "gemma3_text" and name.endswith("norm.weight"):
+        if kind in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm.weight"):
             stored = data + 1
         raw = None
-        if quantized and data.ndim == 2:
+        if quantized and data.ndim == 2 and not stem.endswith("norm"):
             raw = gguf.GGMLQuantizationType[types.get(stem.rpartition(".")[2], "Q8_0")]
             blocks = quantized_blocks(data, raw)
             data = gguf.quants.dequantize(blocks, raw)
@@ -126,8 +150,47 @@ def write_model(
     return parameters
 
 
+def architecture_of(kind: str) -> str:
+    return {"cohere": "command-r", "gemma3_text": "gemma3"}.get(kind, kind)
+
+
+def add_own_keys(writer: gguf.GGUFWriter, kind: str, config: PreTrainedConfig) -> None:
+    """As llama.cpp's conversion of this kind says what not all kinds have."""
+    if kind in ("cohere", "cohere2", "starcoder2"):
+        writer.add_layer_norm_eps(config.norm_epsilon if kind == "starcoder2" else config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if kind in ("cohere2", "gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if kind in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if kind in ("gemma", "gemma2", "seed_oss", "ernie4_5"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if kind == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if kind in ("glm4", "phi3"):
+        writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    elif kind in (*INTERLEAVED, "cohere2"):
+        writer.add_rope_dimension_count(config.head_dim)
+    if kind == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for name, tensor in (("long_factor", "rope_factors_long"), ("short_factor", "rope_factors_short")):
+            if name in config.rope_parameters:
+                writer.add_tensor(f"{tensor}.weight", np.array(config.rope_parameters[name], np.float32))
+
+
 def shape_of(kind: str) -> dict[str, Any]:
-    return SHAPE | GEMMA3 if kind == "gemma3_text" else SHAPE
+    own = SHAPES.get(kind, {})
+    has_other_norms = {"layer_norm_eps", "norm_epsilon"} & own.keys()
+    return {name: value for name, value in SHAPE.items() if name != "rms_norm_eps" or not has_other_norms} | own
 
 
 def heads_of(name: str, config: PreTrainedConfig) -> int:
@@ -163,6 +226,11 @@ def stated(key: str, value: object) -> Change:
         adding.get(type(value), writer.add_array)(key, value)
 
     return change
+
+
+def without(key: str) -> Change:
+    """The file does not have this key."""
+    return lambda writer: [keys.pop(key, None) for keys in writer.kv_data]
 
 
 def added(name: str, *shape: int) -> Change:

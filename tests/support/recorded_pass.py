@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 
-from spool.engine.cpu.kernels import PANEL, CpuKernels, LayerPass, LayerWeights, LinearWeights, Panels
+from spool.engine.cpu.kernels import (
+    PANEL,
+    CpuKernels,
+    KernelLayerWeights,
+    KernelNorm,
+    LayerPass,
+    LinearWeights,
+    Panels,
+    kernel_norm,
+)
+from spool.engine.layers.description import Norm
 
 _LINE = 64
 _ELEMENT = 2
-_LINEARS = ("qkv", "out", "gate_up", "down")
+_LINEARS = ("qkv", "out", "up", "down")
 
 
 class _Recorded(ctypes.Structure):
@@ -21,9 +31,9 @@ class _Recorded(ctypes.Structure):
         ("layer_pass", LayerPass),
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_ssize_t) for name in ("layer_count", "pool_bytes", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("residual", "norm")),
+        ("residual", ctypes.c_void_p),
+        ("norm", KernelNorm),
         ("head", LinearWeights),
-        ("epsilon", ctypes.c_float),
     )
 
 
@@ -50,13 +60,13 @@ class RecordingKernels(CpuKernels):
             setattr(found.layer_pass, name, self._put(getattr(layer_pass, name), size))
         numbers = first.kv_heads * layer_pass.page_size * layer_pass.page_count
         found.pool_bytes = 2 * numbers * (first.head_dim + 4 if layer_pass.quantized else _ELEMENT * first.head_dim)
-        copies = (LayerWeights * len(weights))(*map(self._copy, weights))
+        copies = (KernelLayerWeights * len(weights))(*map(self._copy, weights))
         found.layers, found.layer_count = self._put(ctypes.addressof(copies), ctypes.sizeof(copies)), len(copies)
         super().layers(residual, pools, weights, layer_pass)
 
-    def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        self._found.norm, self._found.epsilon = self._put(weight.data_ptr(), weight.nbytes), epsilon
-        return super().norm(rows, weight, epsilon)
+    def norm(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        self._found.norm = self._norm_copy(kernel_norm(norm), rows.shape[1])
+        return super().norm(rows, norm)
 
     def linear(
         self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int, *sums: int
@@ -64,15 +74,22 @@ class RecordingKernels(CpuKernels):
         self._found.head, self._found.outputs = self._linear_copy(panels.described(bias), rows.shape[1], out), out
         return super().linear(rows, panels, bias, out, *map(int, sums))
 
-    def _copy(self, layer: LayerWeights) -> LayerWeights:
-        copy, queries = LayerWeights.from_buffer_copy(layer), layer.query_heads * layer.head_dim
-        inputs = layer.hidden, queries, layer.hidden, layer.inner
-        outputs = queries + 2 * layer.kv_heads * layer.head_dim, layer.hidden, 2 * layer.inner, layer.hidden
+    def _copy(self, layer: KernelLayerWeights) -> KernelLayerWeights:
+        copy, hidden = KernelLayerWeights.from_buffer_copy(layer), layer.hidden
+        queries, keys = layer.query_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        inputs = hidden, queries, hidden, layer.inner
+        outputs = queries + 2 * keys, hidden, (2 if layer.gated else 1) * layer.inner, hidden
         for name, into, out in zip(_LINEARS, inputs, outputs, strict=True):
             setattr(copy, name, self._linear_copy(getattr(layer, name), into, out))
-        for name, size in (("attention", layer.hidden), ("mlp", layer.hidden), ("query", layer.head_dim)):
-            setattr(copy, f"{name}_norm", self._put(getattr(layer, f"{name}_norm"), size * _ELEMENT))
-        copy.key_norm = self._put(layer.key_norm, layer.head_dim * _ELEMENT)
+        for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
+            setattr(copy, name, self._norm_copy(getattr(layer, name), hidden))
+        copy.head_norms.queries = self._norm_copy(layer.head_norms.queries, queries)
+        copy.head_norms.keys = self._norm_copy(layer.head_norms.keys, keys)
+        return copy
+
+    def _norm_copy(self, norm: KernelNorm, size: int) -> KernelNorm:
+        copy = KernelNorm.from_buffer_copy(norm)
+        copy.weight, copy.bias = self._put(norm.weight, size * 4), self._put(norm.bias, size * 4)
         return copy
 
     def _linear_copy(self, linear: LinearWeights, into: int, out: int) -> LinearWeights:

@@ -120,12 +120,12 @@ def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.01, **shap
     return target_folder, draft_folder
 
 
-def quantize_to_int8(folder: Path) -> dict[str, torch.Tensor]:
-    """Makes the linear layers of a saved model a checkpoint of compressed-tensors, with one scale for each output. The
-    numbers that the model then has, by its parameters' names."""
+def quantize_to_int8(folder: Path, ends: tuple[str, ...] = ("_proj.weight",)) -> dict[str, torch.Tensor]:
+    """Makes the linear layers of a saved model, whose names have these `ends`, a checkpoint of compressed-tensors, with
+    one scale for each output. The numbers that the model then has, by its parameters' names."""
     stored = load_file(folder / "model.safetensors")
     numbers = dict(stored)
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
+    for name in [name for name in stored if name.endswith(ends)]:
         scales = stored[name].abs().amax(1, keepdim=True) / 127
         stored[name] = (stored[name] / scales).round().to(torch.int8)
         stored[f"{name}_scale"] = scales

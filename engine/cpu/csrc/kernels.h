@@ -38,13 +38,33 @@ typedef struct {
     ptrdiff_t bits, group, wide, parts, exact;
 } Linear;
 
-// Linear layers, norms and sizes. The norms of heads may be missing.
+// A norm of rows, whose mean is subtracted before where it is `centred`. Without `weight` there is none, and rows stay as
+// they are; `bias` may be missing.
 typedef struct {
-    Linear qkv, out, gate_up, down;
-    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
-    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
-    float attention_epsilon, mlp_epsilon, head_epsilon;
+    const float *weight, *bias;
+    ptrdiff_t centred;
+    float epsilon;
+} Norm;
+
+// Of queries and keys, with weights of all heads. Heads are normalized one by one or, if `whole`, as one row; before they
+// are rotated, or `after`.
+typedef struct {
+    Norm queries, keys;
+    ptrdiff_t whole, after;
+} HeadNorms;
+
+// Activations of an MLP (engine/layers/description.py).
+enum { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
+
+// What engine/layers/description.py says of a layer. `up` gives gates and what they multiply if the MLP is `gated`. A
+// layer whose `inner` is 0 ends behind attention.
+typedef struct {
+    Linear qkv, out, up, down;
+    Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+    HeadNorms head_norms;
+    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim, activation, gated, parallel;
     Rule rule;
+    float multiplier;
 } Layer;
 
 // What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says; `quantized` is of KV
@@ -57,18 +77,19 @@ typedef struct {
     ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count, quantized;
 } Pass;
 
-void spool_norm(
-    element *to, const element *from, const element *weight, ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
+void spool_norm(element *to, const element *from, const Norm *norm, ptrdiff_t rows, ptrdiff_t hidden);
 
-void spool_add_norm(element *to, element *residual, const element *added, const element *weight, ptrdiff_t rows,
-    ptrdiff_t hidden, float epsilon);
+void spool_add(element *residual, element *added, const Norm *post_norm, float multiplier, ptrdiff_t rows,
+    ptrdiff_t hidden);
 
-void spool_silu_mul(element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
+void spool_activate(
+    element *to, const element *up, ptrdiff_t rows, ptrdiff_t inner, ptrdiff_t activation, ptrdiff_t gated);
 
-void spool_rotate_write(element *queries, void *pool, const element *qkv, const float *cos, const float *sin,
-    const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon, ptrdiff_t rows,
-    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
-    ptrdiff_t quantized);
+void spool_cap(element *logits, ptrdiff_t size, float multiplier, float cap);
+
+void spool_rotate_write(element *queries, void *pool, element *qkv, const float *cos, const float *sin,
+    const int64_t *slots, const HeadNorms *norms, ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads,
+    ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages, ptrdiff_t quantized);
 
 void spool_argmax(
     int64_t *places, float *values, const element *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
@@ -103,20 +124,17 @@ int spool_layers(
 
 // What threads compute together, each calling these with its own `team`.
 
-void team_norm(const Team *team, element *to, const element *from, const element *weight, ptrdiff_t rows,
-    ptrdiff_t hidden, float epsilon);
+void team_norm(const Team *team, element *to, const element *from, const Norm *norm, ptrdiff_t rows, ptrdiff_t hidden);
 
-void team_add_norm(const Team *team, element *to, element *residual, const element *added, const element *weight,
-    ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
+void team_add(const Team *team, element *residual, element *added, const Norm *post_norm, float multiplier,
+    element *normed, const Norm *norm, ptrdiff_t parallel, ptrdiff_t rows, ptrdiff_t hidden);
 
-void team_add(const Team *team, element *residual, const element *added, ptrdiff_t size);
+void team_activate(const Team *team, element *to, const element *up, ptrdiff_t rows, ptrdiff_t inner,
+    ptrdiff_t activation, ptrdiff_t gated);
 
-void team_silu_mul(const Team *team, element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
-
-void team_rotate_write(const Team *team, element *queries, void *pool, const element *qkv, const float *cos,
-    const float *sin, const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon,
-    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages,
-    ptrdiff_t quantized);
+void team_rotate_write(const Team *team, element *queries, void *pool, element *qkv, const float *cos,
+    const float *sin, const int64_t *slots, const HeadNorms *norms, ptrdiff_t rows, ptrdiff_t query_heads,
+    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages, ptrdiff_t quantized);
 
 ptrdiff_t attend_scratch(
     ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim);

@@ -1,4 +1,4 @@
-// Whole decoder layers of the Llama kind.
+// Whole decoder layers.
 
 #include "kernels.h"
 
@@ -7,10 +7,12 @@ INLINE ptrdiff_t largest_size(const Layer *layer) {
     return size > layer->hidden ? size : layer->hidden;
 }
 
+INLINE ptrdiff_t up_size(const Layer *layer) { return layer->gated ? 2 * layer->inner : layer->inner; }
+
 // Bytes of scratch for a row.
 ptrdiff_t spool_layer_scratch(const Layer *layer) {
     ptrdiff_t queries = layer->query_heads * layer->head_dim, keys = layer->kv_heads * layer->head_dim;
-    ptrdiff_t elements = 2 * layer->hidden + 3 * queries + 2 * keys + 3 * layer->inner;
+    ptrdiff_t elements = 2 * layer->hidden + 3 * queries + 2 * keys + up_size(layer) + layer->inner;
     return largest_size(layer) * sizeof(float) + elements * sizeof(element);
 }
 
@@ -23,24 +25,26 @@ static void add_layer(
     element *normed = (element *)(widened + rows * largest_size(layer)), *projected = normed + rows * hidden;
     element *qkv = projected + rows * hidden;
     element *queries = qkv + rows * qkv_size, *attended = queries + rows * queries_size;
-    element *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
+    element *up = attended + rows * queries_size, *product = up + rows * up_size(layer);
+    const Norm none = {0};
 
     // Rows of no block attend to nothing.
     if (team->index == 0) memset(attended, 0, rows * queries_size * sizeof *attended);
-    team_norm(team, normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
+    team_norm(team, normed, residual, &layer->attention_norm, rows, hidden);
     team_linear(team, qkv, normed, &layer->qkv, widened, rows, hidden, qkv_size);
-    team_rotate_write(team, queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
-        layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
-        pass->quantized);
+    team_rotate_write(team, queries, pool, qkv, pass->cos, pass->sin, pass->slots, &layer->head_norms, rows,
+        layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count, pass->quantized);
     team_attend(team, attended, queries, pool, pass->pages, pass->blocks, pass->block_count, pass->max_rows,
         pass->longest, &layer->rule, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
         pass->quantized, scratch);
     team_linear(team, projected, attended, &layer->out, widened, rows, queries_size, hidden);
-    team_add_norm(team, normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
-    team_linear(team, gate_up, normed, &layer->gate_up, widened, rows, hidden, 2 * inner);
-    team_silu_mul(team, product, gate_up, rows, inner);
+    team_add(team, residual, projected, &layer->attention_post_norm, layer->multiplier, normed, &layer->mlp_norm,
+        layer->parallel, rows, hidden);
+    if (!inner) return;
+    team_linear(team, up, normed, &layer->up, widened, rows, hidden, up_size(layer));
+    team_activate(team, product, up, rows, inner, layer->activation, layer->gated);
     team_linear(team, projected, product, &layer->down, widened, rows, inner, hidden);
-    team_add(team, residual, projected, rows * hidden);
+    team_add(team, residual, projected, &layer->mlp_post_norm, layer->multiplier, NULL, &none, 0, rows, hidden);
 }
 
 // The same for layers of one size, one after the other, each with its pool. Gives 0, or 1 where memory ran out.

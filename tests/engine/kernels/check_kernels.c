@@ -213,42 +213,73 @@ static void check_quantized(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int bi
 
 // --- what happens between them ----------------------------------------------------------------------------------------
 
-static double norm_scale(const element *row, ptrdiff_t hidden, double epsilon) {
-    double squares = 0;
-    for (ptrdiff_t i = 0; i < hidden; i++) squares += number(row[i]) * number(row[i]);
-    return 1 / sqrt(squares / hidden + epsilon);
+static Norm random_norm(ptrdiff_t size, int centred) {
+    return (Norm){random_bias(size), centred ? random_bias(size) : NULL, centred, 1e-5f};
 }
 
-static void check_rows(ptrdiff_t rows, ptrdiff_t hidden) {
+static void free_norm(const Norm *norm) { free((void *)norm->weight), free((void *)norm->bias); }
+
+// The norm of numbers [size], in place.
+static void exact_norm(double *numbers, const Norm *norm, ptrdiff_t size) {
+    double mean = 0, squares = 0;
+    for (ptrdiff_t i = 0; norm->centred && i < size; i++) mean += numbers[i] / size;
+    for (ptrdiff_t i = 0; i < size; i++) squares += (numbers[i] - mean) * (numbers[i] - mean) / size;
+    for (ptrdiff_t i = 0; i < size; i++)
+        numbers[i] = (numbers[i] - mean) / sqrt(squares + norm->epsilon) * norm->weight[i] + (norm->bias ? norm->bias[i] : 0);
+}
+
+static double exact_activation(double x, int activation) {
+    switch (activation) {
+    case SILU: return x / (1 + exp(-x));
+    case GELU: return x * erfc(-x / sqrt(2)) / 2;
+    case GELU_TANH: return x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x))) / 2;
+    case RELU: return fmax(x, 0);
+    default: return fmax(x, 0) * fmax(x, 0);
+    }
+}
+
+// float32 has as many digits as the functions are exact to.
+#define FUNCTION_SLACK (sizeof(element) == 4 ? 32 : 1.5)
+
+static void check_rows(ptrdiff_t rows, ptrdiff_t hidden, int centred) {
     ptrdiff_t size = rows * hidden;
-    element *x = random_elements(size), *added = random_elements(size), *weight = random_elements(hidden);
-    element *to = NEW(element, size), *residual = NEW(element, size), *sums = NEW(element, size);
-    spool_norm(to, x, weight, rows, hidden, 1e-5f);
+    element *x = random_elements(size), *added = random_elements(size), *more = NEW(element, size);
+    element *to = NEW(element, size), *residual = NEW(element, size), *up = random_elements(2 * size);
+    double *exact = NEW(double, size);
+    const Norm norm = random_norm(hidden, centred), none = {0};
+    spool_norm(to, x, &norm, rows, hidden);
     note(to, size * sizeof *to);
-    for (ptrdiff_t i = 0; i < size; i++) {
-        double scale = norm_scale(x + i / hidden * hidden, hidden, 1e-5);
-        expect(to[i], number(x[i]) * scale * number(weight[i % hidden]), 1.1, "norm");
-    }
+    for (ptrdiff_t i = 0; i < size; i++) exact[i] = number(x[i]);
+    for (ptrdiff_t row = 0; row < rows; row++) exact_norm(exact + row * hidden, &norm, hidden);
+    for (ptrdiff_t i = 0; i < size; i++) expect(to[i], exact[i], FUNCTION_SLACK, "norm");
+    spool_norm(to, x, &none, rows, hidden);
+    end_unless(!memcmp(to, x, size * sizeof *x), "no norm");
+
     memcpy(residual, x, size * sizeof *x);
-    spool_add_norm(to, residual, added, weight, rows, hidden, 1e-5f);
+    spool_add(residual, added, &none, 1, rows, hidden);
+    note(residual, size * sizeof *to);
+    for (ptrdiff_t i = 0; i < size; i++) expect(residual[i], number(x[i]) + number(added[i]), 1.1, "add");
+    memcpy(residual, x, size * sizeof *x);
+    spool_norm(more, added, &norm, rows, hidden);
+    spool_add(residual, added, &norm, 0.375f, rows, hidden);
+    note(residual, size * sizeof *to);
+    for (ptrdiff_t i = 0; i < size; i++) expect(residual[i], number(x[i]) + number(more[i]) * 0.375, 1.1, "add a norm");
+
+    for (int activation = SILU; activation <= RELU_SQUARED; activation++)
+        for (int gated = 0; gated < 2; gated++) {
+            spool_activate(to, up, rows, hidden, activation, gated);
+            note(to, size * sizeof *to);
+            for (ptrdiff_t i = 0; i < size; i++) {
+                const element *gate = up + i / hidden * (1 + gated) * hidden + i % hidden;
+                double value = exact_activation(number(*gate), activation) * (gated ? number(gate[hidden]) : 1);
+                expect(to[i], value, FUNCTION_SLACK, "activate");
+            }
+        }
+    memcpy(to, x, size * sizeof *x);
+    spool_cap(to, size, 0.75f, 1.5f);
     note(to, size * sizeof *to);
-    memcpy(sums, x, size * sizeof *x);
-    WITH_TEAM(1, team_add(team, sums, added, size));
-    end_unless(!memcmp(sums, residual, size * sizeof *sums), "add and add_norm give other sums");
-    for (ptrdiff_t i = 0; i < size; i++) {
-        expect(sums[i], number(x[i]) + number(added[i]), 1.1, "add");
-        double scale = norm_scale(sums + i / hidden * hidden, hidden, 1e-5);
-        expect(to[i], number(sums[i]) * scale * number(weight[i % hidden]), 1.1, "add_norm");
-    }
-    element *gate_up = random_elements(2 * size);
-    spool_silu_mul(to, gate_up, rows, hidden);
-    note(to, size * sizeof *to);
-    for (ptrdiff_t i = 0; i < size; i++) {
-        double gate = number(gate_up[i / hidden * 2 * hidden + i % hidden]);
-        double up = number(gate_up[i / hidden * 2 * hidden + hidden + i % hidden]);
-        expect(to[i], gate / (1 + exp(-gate)) * up, 1.1, "silu_mul");
-    }
-    free(x), free(added), free(weight), free(to), free(residual), free(sums), free(gate_up);
+    for (ptrdiff_t i = 0; i < size; i++) expect(to[i], 1.5 * tanh(number(x[i]) * 0.75 / 1.5), FUNCTION_SLACK, "cap");
+    free(x), free(added), free(more), free(to), free(residual), free(up), free(exact), free_norm(&norm);
 }
 
 static void check_logits(ptrdiff_t rows, ptrdiff_t size) {
@@ -340,6 +371,44 @@ static void *random_pool(double *numbers, const Shape *shape, int quantized) {
 }
 
 // Keys, not rotated, and values are written as `random_pool` has them.
+// Heads that are normalized, of which rotations by a quarter turn swap halves.
+static void check_head_norms(const Shape *shape, int whole, int after, int centred) {
+    ptrdiff_t rows = 5, head_dim = shape->head_dim, kv_heads = shape->kv_heads, heads = shape->query_heads + kv_heads;
+    ptrdiff_t queries_size = shape->query_heads * head_dim, keys_size = kv_heads * head_dim, half = head_dim / 2;
+    ptrdiff_t width = queries_size + 2 * keys_size;
+    const HeadNorms norms = {random_norm(queries_size, centred), random_norm(keys_size, centred), whole, after};
+    element *qkv = random_elements(rows * width), *queries = NEW(element, rows * queries_size);
+    element *pool = NEW(element, 2 * shape->pages * shape->page_size * keys_size);
+    double *numbers = NEW(double, rows * width), *turned = NEW(double, head_dim);
+    float *cosines = NEW(float, rows * head_dim), *sines = NEW(float, rows * head_dim);
+    int64_t *slots = NEW(int64_t, rows);
+    for (ptrdiff_t i = 0; i < rows * head_dim; i++) sines[i] = i % head_dim < half ? -1 : 1;
+    for (ptrdiff_t i = 0; i < rows * width; i++) numbers[i] = number(qkv[i]);
+    for (ptrdiff_t row = 0; row < rows; row++) slots[row] = row;
+    spool_rotate_write(queries, pool, qkv, cosines, sines, slots, &norms, rows, shape->query_heads, kv_heads, head_dim,
+        shape->page_size, shape->pages, 0);
+    note(queries, rows * queries_size * sizeof *queries);
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        double *of_row = numbers + row * width;
+        if (whole) exact_norm(of_row, &norms.queries, queries_size), exact_norm(of_row + queries_size, &norms.keys, keys_size);
+        for (ptrdiff_t head = 0; head < heads; head++) {
+            int is_query = head < shape->query_heads;
+            ptrdiff_t own = is_query ? head : head - shape->query_heads;
+            double *of_head = of_row + head * head_dim;
+            Norm norm = is_query ? norms.queries : norms.keys;
+            norm.weight += own * head_dim, norm.bias = norm.bias ? norm.bias + own * head_dim : NULL;
+            if (!whole && !after) exact_norm(of_head, &norm, head_dim);
+            for (ptrdiff_t i = 0; i < head_dim; i++) turned[i] = i < half ? -of_head[i + half] : of_head[i - half];
+            if (after) exact_norm(turned, &norm, head_dim);
+            const element *got = is_query ? queries + row * queries_size + own * head_dim
+                                          : pool + (own * shape->page_size + row) * head_dim;
+            for (ptrdiff_t i = 0; i < head_dim; i++) expect(got[i], turned[i], 2 * FUNCTION_SLACK, "norms of heads");
+        }
+    }
+    free(qkv), free(queries), free(pool), free(numbers), free(turned), free(cosines), free(sines), free(slots);
+    free_norm(&norms.queries), free_norm(&norms.keys);
+}
+
 static void check_write(const Shape *shape, int quantized) {
     ptrdiff_t rows = shape->pages * shape->page_size, kv_size = shape->kv_heads * shape->head_dim;
     ptrdiff_t width = (shape->query_heads + 2 * shape->kv_heads) * shape->head_dim;
@@ -363,8 +432,9 @@ static void check_write(const Shape *shape, int quantized) {
         }
     }
     element *queries = NEW(element, rows * shape->query_heads * shape->head_dim);
-    spool_rotate_write(queries, pool, qkv, cosines, sines, slots, NULL, NULL, 0, rows, shape->query_heads,
-        shape->kv_heads, shape->head_dim, shape->page_size, shape->pages, quantized);
+    const HeadNorms none = {0};
+    spool_rotate_write(queries, pool, qkv, cosines, sines, slots, &none, rows, shape->query_heads, shape->kv_heads,
+        shape->head_dim, shape->page_size, shape->pages, quantized);
     end_unless(!memcmp(pool, expected, bytes), "rotate_write");
     free(numbers), free(kept), free(elements), free(qkv), free(expected), free(pool), free(cosines), free(sines);
     free(slots), free(queries);
@@ -468,15 +538,25 @@ static element *random_panels(ptrdiff_t out, ptrdiff_t in) {
     return panels;
 }
 
-static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, ptrdiff_t rows, int quantized) {
+// Two layers of one of several kinds: Llama's with norms of heads; with norms behind and layer normalization; parallel.
+static void check_layers(
+    const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, ptrdiff_t rows, int quantized, int kind) {
     enum { LAYERS = 2 };
-    ptrdiff_t queries = shape->query_heads * shape->head_dim, qkv = queries + 2 * shape->kv_heads * shape->head_dim;
+    ptrdiff_t queries = shape->query_heads * shape->head_dim, keys = shape->kv_heads * shape->head_dim;
+    ptrdiff_t qkv = queries + 2 * keys;
     Layer layers[LAYERS];
-    for (int i = 0; i < LAYERS; i++)
-        layers[i] = (Layer){{random_panels(qkv, hidden), random_bias(qkv), .parts = 1},
-            {random_panels(hidden, queries), .parts = 4}, {random_panels(2 * inner, hidden), .parts = 1},
-            {random_panels(hidden, inner), .parts = 2}, random_elements(hidden), random_elements(hidden),
-            random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner, shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, {.scaling = 0.125f, .window = i * 5}};
+    for (int i = 0; i < LAYERS; i++) {
+        layers[i] = (Layer){.qkv = {random_panels(qkv, hidden), random_bias(qkv), .parts = 1},
+            .out = {random_panels(hidden, queries), .parts = 4},
+            .up = {random_panels(kind ? inner : 2 * inner, hidden), .parts = 1},
+            .down = {random_panels(hidden, inner), .parts = 2}, .attention_norm = random_norm(hidden, kind),
+            .head_norms = {random_norm(queries, 0), random_norm(keys, 0), kind == 1, kind == 2}, .hidden = hidden,
+            .inner = inner, .query_heads = shape->query_heads, .kv_heads = shape->kv_heads, .head_dim = shape->head_dim,
+            .activation = kind, .gated = !kind, .parallel = kind == 2, .multiplier = kind ? 0.5f : 1,
+            .rule = {.scaling = 0.125f, .window = i * 5}};
+        if (kind < 2) layers[i].mlp_norm = random_norm(hidden, kind);
+        if (kind == 1) layers[i].attention_post_norm = random_norm(hidden, 0), layers[i].mlp_post_norm = random_norm(hidden, 1);
+    }
     int64_t *pages = NEW(int64_t, shape->pages);
     for (ptrdiff_t i = 0; i < shape->pages; i++) pages[i] = shape->pages - 1 - i;
     element *inputs = random_elements(rows * hidden), *one_by_one = NEW(element, rows * hidden);
@@ -494,8 +574,10 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     }
     for (int i = 0; i < LAYERS; i++) {
         const Layer *layer = layers + i;
-        const void *parts[] = {layer->qkv.weights, layer->out.weights, layer->gate_up.weights, layer->down.weights,
-            layer->qkv.bias, layer->attention_norm, layer->mlp_norm, layer->query_norm, layer->key_norm};
+        const void *parts[] = {
+            layer->qkv.weights, layer->out.weights, layer->up.weights, layer->down.weights, layer->qkv.bias};
+        free_norm(&layer->attention_norm), free_norm(&layer->mlp_norm), free_norm(&layer->attention_post_norm);
+        free_norm(&layer->mlp_post_norm), free_norm(&layer->head_norms.queries), free_norm(&layer->head_norms.keys);
         for (size_t part = 0; part < sizeof parts / sizeof *parts; part++) free((void *)parts[part]);
     }
     free(pages), free(inputs), free(one_by_one), free(together);
@@ -516,8 +598,13 @@ int main(void) {
         check_quantized(count, 32, 5, 8, 32, 1, 1);
         check_quantized(count, 64, 32, 8, 16, 1, 0);
     }
-    check_rows(1, 16);
-    check_rows(20, 96);
+    for (int centred = 0; centred < 2; centred++) {
+        check_rows(1, 16, centred);
+        check_rows(20, 96, centred);
+        check_head_norms(shapes, 0, 0, centred);
+        check_head_norms(shapes + 1, 1, 0, centred);
+        check_head_norms(shapes + 1, 0, 1, centred);
+    }
     check_logits(3, 5);
     check_logits(2, 1000);
     check_forbid(3, 5);
@@ -530,8 +617,10 @@ int main(void) {
             check_write(shapes + i, quantized);
             for (size_t j = 0; j < sizeof rules / sizeof *rules; j++) check_attention(shapes + i, rules + j, quantized);
         }
-        check_layers(shapes, 64, 96, 19, quantized);
-        check_layers(shapes + 1, 96, 32, 11, quantized);
+        for (int kind = 0; kind < 3; kind++) {
+            check_layers(shapes, 64, 96, 19, quantized, kind);
+            check_layers(shapes + 1, 96, 32, 11, quantized, kind);
+        }
     }
     printf("agree: %d lanes, %s\n%016llx\n", LANES,
         spool_has_tiles() ? "tiles" : FACTOR_ELEMENTS == 2 ? "products of pairs" : "products",

@@ -15,6 +15,7 @@ from spool.engine.cpu.attention import KernelBackend
 from spool.engine.cpu.kernels import CpuKernels, Panels
 from spool.engine.cpu.logits_scan import KernelScan
 from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.layers.description import Activation, Norm
 from spool.engine.quantization import rounding as quantization
 from spool.engine.sampling.logits_scan import LogitsScan
 from spool.engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
@@ -246,8 +247,12 @@ def _results(kernels: CpuKernels) -> Iterator[torch.Tensor]:
     yield kernels.linear(rows, kernels.to_panels(weight), None, 100)
     for bits in (4, 8):
         yield kernels.linear(rows, kernels.to_quantized_panels(quantization.rounded(weight, bits)), None, 100)
-    yield kernels.norm(rows, rounded(kernels, 576, seed=4), 1e-5)
-    yield kernels.silu_mul(rounded(kernels, 13, 1152, seed=5))
+    weight, bias = rounded(kernels, 2, 576, seed=4).float()
+    for norm in (Norm(weight, 1e-5), Norm(weight, 1e-5, bias, centred=True)):
+        yield kernels.norm(rows, norm)
+    for activation in Activation:
+        yield kernels.activate(rounded(kernels, 13, 1152, seed=5), activation, gated=True)
+    yield kernels.cap(rounded(kernels, 13, 100, seed=6), 0.5, 1.5)
     for quantized in (False, True):
         for shape in SHAPES:
             pages = Pages(kernels, *shape[1:], quantized)

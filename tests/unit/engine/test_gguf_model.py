@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CohereTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spool.engine.errors import UnsupportedModelError
@@ -19,6 +19,7 @@ from spool.engine.exactness.fingerprint import folder_parts
 from spool.engine.models.fetching import fetch_model
 from spool.engine.models.memory_plan import model_memory
 from spool.engine.models.source import ModelNotFoundError, resolve_model, weights_path
+from spool.engine.quantization.gguf_architectures import ARCHITECTURES
 from spool.engine.quantization.gguf_file import GgufFile
 from spool.engine.quantization.gguf_folder import gguf_folder
 from spool.engine.quantization.gguf_model import gguf_weights
@@ -27,8 +28,9 @@ from spool.scheduler.messages import Role
 from spool.services.gateway.settings import model_sampling_defaults
 from spool.services.text.chat_template import ChatTemplateError
 from spool.services.text.tokenizer import ModelTokenizer
-from tests.support.gguf_models import SHAPE, TOKENS, Change, shape_of, stated, write_model
+from tests.support.gguf_models import ALWAYS_TIED, SHAPE, TOKENS, Change, shape_of, stated, write_model
 
+KINDS = sorted({architecture.model_type for architecture in ARCHITECTURES.values()})
 SILENT: Callable[[str, float | None], None] = lambda message, fraction: None  # noqa: E731
 
 
@@ -39,23 +41,43 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("tied", "quantized"), [(False, True), (True, False)])
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_configuration_are_those_of_the_model(
     kind: str, tied: bool, quantized: bool, tmp_path: Path
 ) -> None:
-    path = tmp_path / "small.gguf"
+    path, tied = tmp_path / "small.gguf", tied or kind in ALWAYS_TIED
     parameters = write_model(path, kind, tied, quantized)
     folder = gguf_folder(path, SILENT)
     config = AutoConfig.from_pretrained(folder)
     assert config.tie_word_embeddings == tied
-    assert {name: getattr(config, name) for name in shape_of(kind)} == shape_of(kind)
+    wanted = shape_of(kind)
+    assert {name: getattr(config, name) for name in wanted} == wanted | {
+        "rope_parameters": config.rope_parameters | wanted["rope_parameters"]
+    }
     assert config.dtype == (torch.bfloat16 if quantized else torch.float32)
     found = dict(gguf_weights(GgufFile(folder / "model.gguf"), config))
     assert found.keys() == parameters.keys()
     for name, expected in parameters.items():
         weight = found[name]
-        assert isinstance(weight, QuantizedWeight) == (quantized and expected.dim() == 2)
+        assert isinstance(weight, QuantizedWeight) == (quantized and expected.dim() == 2 and "norm" not in name)
         assert torch.equal(weight.expanded() if isinstance(weight, QuantizedWeight) else weight, expected), name
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "llama", "phi3", "qwen2", "qwen3", "starcoder2"])
+def test_transformers_own_reader_of_files_finds_the_same_model(kind: str, tmp_path: Path) -> None:
+    """Of the architectures that it knows. What it leaves to defaults, heads and windows among it, is not compared."""
+    write_model(
+        tmp_path / "small.gguf",
+        kind,
+        tied=kind.startswith("gemma"),
+        changes=[stated("tokenizer.ggml.padding_token_id", 0)],
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32).state_dict()
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    config = AutoConfig.from_pretrained(folder)
+    ours = dict(gguf_weights(GgufFile(folder / "model.gguf"), config))
+    assert ours.keys() == {name for name in theirs if name in ours or name != "lm_head.weight"}
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 def test_transformers_reads_the_folder(tmp_path: Path) -> None:
@@ -78,6 +100,19 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     [
         ("smollm", "a 1234's", ["a", "Ġ", "1", "2", "3", "4", "'s"]),
         ("gpt-2", "a 1234's", ["a", "Ġ1234", "'s"]),
+        ("refact", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("starcoder", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("command-r", "a 12's", ["a", "Ġ", "1", "2", "'s"]),
+        ("dbrx", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        ("glm4", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        ("smaug-bpe", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+        (
+            "gpt-4o",
+            "camelCase HTTPs 1234 we'LL a/\n",
+            [
+                *("camel", "Case", "ĠHTTPs", "Ġ", "123", "4", "Ġwe'LL", "Ġa", "/Ċ"),
+            ],
+        ),
         ("qwen2", "a 1234's  b\n", ["a", "Ġ", "1", "2", "3", "4", "'s", "Ġ", "Ġb", "Ċ"]),
         ("llama-bpe", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
     ],
@@ -120,6 +155,26 @@ def test_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     assert tokenizer.tokenize("ab abc") == ["▁ab", "▁", "a", "bc"]
     assert tokenizer("é").input_ids == [1, tokenizer.convert_tokens_to_ids("▁"), 3 + 0xC3, 3 + 0xA9]
     assert tokenizer.decode(tokenizer("ab é  c").input_ids, skip_special_tokens=True) == "ab é  c"
+
+
+def test_phi3_leaves_out_white_space_behind_its_marks(tmp_path: Path) -> None:
+    """As the published tokenizer does, and llama.cpp by the model's name; no key says it."""
+    write_model(tmp_path / "small.gguf", "phi3", changes=[sentence_pieces])
+    tokenizer = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    for text, pieces in (("</s> \n ab", ["</s>", "▁ab"]), ("<s> ab", ["<s>", "▁", "▁ab"])):
+        found = tokenizer(text, add_special_tokens=False).input_ids
+        assert found == tokenizer.convert_tokens_to_ids(pieces)
+
+
+def test_cohere_texts_are_normalized_as_transformers_does(tmp_path: Path) -> None:
+    write_model(tmp_path / "small.gguf", "cohere", True, pre="command-r")
+    ours = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    theirs = CohereTokenizer().backend_tokenizer
+    for text in ("hi 12 don't\n\n  x", "e\u0301 日本 🙂 ½"):
+        normal = theirs.normalizer.normalize_str(text)
+        assert ours.backend_tokenizer.normalizer.normalize_str(text) == normal
+        found, expected = (one.pre_tokenizer.pre_tokenize_str(normal) for one in (ours.backend_tokenizer, theirs))
+        assert found == expected
 
 
 def rope_factors(config: dict[str, Any], theta: float = 500_000.0) -> np.ndarray:
@@ -171,8 +226,8 @@ def more_tokens(writer: gguf.GGUFWriter) -> None:
     ("change", "said"),
     [
         (
-            stated("general.architecture", "gemma2"),
-            "general.architecture is 'gemma2', must be one of gemma3, llama, qwen2, qwen3",
+            stated("general.architecture", "bloom"),
+            "general.architecture is 'bloom', must be one of arcee, cohere2, command-r, ernie4_5, gemma, gemma2",
         ),
         (stated("llama.block_count", "two"), "llama.block_count is 'two'"),
         (stated("llama.rope.dimension_count", 8), "llama.rope.dimension_count is 8, must be 16"),
@@ -320,10 +375,8 @@ def test_a_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_gate_exps\.weight"):
         list(gguf_weights(GgufFile(folder / "model.gguf"), config))
-    with pytest.raises(
-        UnsupportedModelError, match=r"type gemma, must be one of gemma3_text, llama, mistral, qwen2, qwen3"
-    ):
-        next(gguf_weights(GgufFile(folder / "model.gguf"), AutoConfig.for_model("gemma")))
+    with pytest.raises(UnsupportedModelError, match=r"type bloom, must be one of arcee, cohere, cohere2, ernie4_5, "):
+        next(gguf_weights(GgufFile(folder / "model.gguf"), AutoConfig.for_model("bloom")))
 
 
 def test_a_file_by_its_name_is_a_model(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spool.engine import ieee_math
+from spool.engine.layers.description import Rotation
 from spool.engine.layers.rotation import RotationTable, inverse_frequencies
 
 # Of float32.
@@ -41,7 +42,7 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], size: int, 
     if rope["rope_type"] == "longrope":
         rope = rope | {name: rope[name][: size // 2] + [3.0] * (size // 2 - 40) for name in LONG}
     config = LlamaConfig(head_dim=size, max_position_embeddings=8192, rope_parameters={"rope_theta": 10_000.0} | rope)
-    frequencies, scaling = inverse_frequencies(config, longest)
+    frequencies, scaling = inverse_frequencies(config.rope_parameters, size, 8192, longest)
     of_kind = ROPE_INIT_FUNCTIONS.get(rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters)
     expected, expected_scaling = of_kind(config, torch.device("cpu"), seq_len=longest or 8192)
     torch.testing.assert_close(frequencies, expected, rtol=8 * STEP, atol=0)
@@ -53,7 +54,8 @@ def test_tables_are_those_of_transformers(dtype: torch.dtype) -> None:
     config = LlamaConfig(head_dim=64, rope_parameters={"rope_theta": 10_000.0} | KINDS[6])
     rotary = LlamaRotaryEmbedding(config)
     positions = torch.tensor([0, 1, 7, 1023, 1024, 5000, 131_071])
-    cos, sin = RotationTable(rotary, dtype).of(positions, 131_072)
+    scalings = torch.full((32,), rotary.attention_scaling)
+    cos, sin = RotationTable(Rotation(rotary.inv_freq, scalings, dtype)).of(positions, 131_072)
     expected_cos, expected_sin = rotary(torch.empty(0, dtype=dtype), positions[None])
     signs = torch.tensor([-1.0] * 32 + [1.0] * 32)
     tolerance = 2.0**-8 if dtype == torch.bfloat16 else 4 * STEP
