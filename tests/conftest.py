@@ -8,6 +8,7 @@ import inspect
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from filelock import FileLock
 from spool.engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
 from spool.scheduler.messages import Role
 from spool.services.launch.process_tuning import compute_environment
+from tests.support.quick_clients import share_authorities
+from tests.support.quick_interpreter import quicken
 from tests.support.ray_cluster import RayCluster, redis
 
 ACCEPTED_SKIPS = ("no GPU", "another processor", "no podman", "no network namespaces")
@@ -131,6 +134,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if (number - number // every - 1) % of_the_rest:
                     item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def pytest_runtest_setup() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.runtime.interpreter" in sys.modules:
+        quicken()
+    if "httpx" in sys.modules:
+        share_authorities()
 
 
 @pytest.hookimpl(tryfirst=True)

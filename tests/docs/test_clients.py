@@ -80,6 +80,7 @@ def test_a_batch_file_is_answered_in_its_order(served: Served, tmp_path: Path) -
     assert all(answer["answer"] for answer in answers)
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_rollouts_come_again_with_the_same_bits(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
     save_tokenizer(folder)

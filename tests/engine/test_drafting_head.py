@@ -169,7 +169,10 @@ def test_the_host_waits_once_for_a_proposal_of_graphs(
     assert captures.work.waits == 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if "torch" in case or "vectors" in case else []) for case in CASES],
+)
 def test_proposals_are_those_of_the_published_description(tmp_path: Path, case: str) -> None:
     family, shape, fields = CASES[case]
     target_folder, head, reference = pair(tmp_path, family, shape, **fields)
@@ -252,6 +255,7 @@ def worker(folder: Path, head: str | None, dtype: str) -> StepExecutor:
     return executor_of(engine, kv_store=engine.kv_store)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["llama", "glm4_moe", "mimo", "eagle", "mtp"])
 def test_text_and_bits_of_logits_are_those_without_a_head(tmp_path: Path, dtype: str, kind: str) -> None:

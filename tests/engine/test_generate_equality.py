@@ -88,7 +88,7 @@ def run(
     return outputs
 
 
-@pytest.mark.sampled(9, 5)
+@pytest.mark.sampled(17, 5)
 @pytest.mark.parametrize(
     ("policy", "batch_size", "draft_length"),
     [

@@ -125,10 +125,7 @@ def check(build: Build, rows: int, threads: int, root: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "build",
-    [
-        pytest.param(build, marks=[] if named(build) in ("amx-gcc", "avx512-gcc", "avx2-gcc") else pytest.mark.slow)
-        for build in SOME
-    ],
+    [pytest.param(build, marks=[] if named(build) in ("amx-gcc", "avx2-gcc") else pytest.mark.slow) for build in SOME],
     ids=named,
 )
 def test_all_forms_of_models_give_the_golden_logits(build: Build, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,12 @@ WHAT_FAULTS_DO: dict[str, tuple[tuple[str, ...], int]] = {
 """Events that there are at least so many of in four schedules."""
 
 
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("kind", [*FAULTS, DRAFT_POISON, TRUNCATED])
+# First what no other quick test does: KV moves, and arrives damaged.
+KINDS = sorted((*FAULTS, DRAFT_POISON, TRUNCATED), key=lambda kind: kind != "kv damaged")
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     """And it does what it is for."""
     results = [run_schedule(seed, kinds=(kind,)) for seed in range(4)]
@@ -60,11 +64,11 @@ def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
 
 def test_drafts_that_serve_targets_break_no_rule() -> None:
     """Under faults of all kinds, in cells in which every target asks draft workers."""
-    results = [run_schedule(seed, 100, served=True) for seed in range(6)]
-    assert sum(result.served for result in results) > 300
+    results = [run_schedule(seed, 100, served=True) for seed in range(3)]
+    assert sum(result.served for result in results) > 150
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_whatever_strikes_drafts_stops_no_target(first: int) -> None:
     """No target is lost or waits, and no sequence fails: the world says so where it happens."""
@@ -86,7 +90,7 @@ def test_mixed_faults_break_no_rule() -> None:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cells", [2, 3])
 @pytest.mark.parametrize("first", range(0, 20, 5))
 def test_several_cells_under_faults_break_no_rule(cells: int, first: int) -> None:

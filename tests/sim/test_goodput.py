@@ -104,7 +104,7 @@ def rate(
     return batch_size * ANSWER / seconds(result)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(17, 3)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
@@ -118,18 +118,21 @@ def test_auto_is_about_as_fast_as_the_best_fixed_draft_length(
     assert auto >= 0.86 * max(rate(name, acceptance, batch_size, length, own) for length in range(1, LONGEST + 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("name", "gain"), [("gpu", 2.0), ("cpu", 1.5), ("KV costs", 1.75)])
 def test_a_single_stream_gains_where_the_draft_is_good(name: str, gain: float, own: bool) -> None:
     assert rate(name, 0.9, 1, own=own) > gain * rate(name, 0.9, 1, 0, own)
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
 def test_a_draft_worker_is_nearly_as_good_as_a_draft_of_the_targets_own(name: str, batch_size: int) -> None:
     assert rate(name, 0.7, batch_size) > 0.85 * rate(name, 0.7, batch_size, own=True)
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("draft_length", [None, LONGEST])
 def test_a_draft_worker_that_hangs_costs_next_to_nothing(draft_length: int | None, batch_size: int) -> None:
@@ -143,6 +146,7 @@ def test_a_draft_worker_that_needs_most_of_the_longest_wait_does_not_stay_late()
     assert rate("slow draft", 0.9, 8, LONGEST) > 1.3 * rate("slow draft", 0.9, 8, 0)
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("before", "after", "gain"), [(0.9, 0.0, 0.95), (0.0, 0.9, 1.2)])
 def test_a_draft_that_changes_is_noticed(before: float, after: float, gain: float, own: bool) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.quick_interpreter import quicken
+
 
 def interpreted_attention() -> ModuleType:
     return interpreted("spool.engine.cuda.triton_attention")
@@ -20,6 +22,7 @@ def interpreted(module: str) -> ModuleType:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("another processor: on this GPU tests/engine/test_gpu_engine.py has the kernel itself")
+    quicken()
     return importlib.import_module(module)
 
 

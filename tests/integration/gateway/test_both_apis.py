@@ -65,6 +65,7 @@ def test_choices_have_seeds_in_sequence(gateways: Gateways, ask: Ask) -> None:
     assert (answer.usage.completion, answer.usage.seed) == (30, 7)
 
 
+@pytest.mark.sampled(4, 1)
 def test_answers_go_on_until_the_model_ends_them(gateways: Gateways, ask: Ask) -> None:
     chat = expected(gateways, gateways.tokenizer.encode_chat(CHAT), MAX_LENGTH)
     assert (chat.end, len(chat.tokens) > 16) == ("stop", True)
@@ -73,6 +74,7 @@ def test_answers_go_on_until_the_model_ends_them(gateways: Gateways, ask: Ask) -
     assert ignored.usage.completion == len(chat.tokens) + 5
 
 
+@pytest.mark.sampled(3, 1)
 def test_stop_strings_cut_exactly_and_usage_agrees(gateways: Gateways, ask: Ask) -> None:
     tokens, decode = expected_tokens(gateways, encoded(gateways), 40), gateways.tokenizer.decode
     text = decode(tokens)

@@ -113,6 +113,7 @@ def is_call(answer: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("family", ["HERMES", "LLAMA3", "QWEN3_CODER"])
 def test_content_fits_the_schema_or_calls_fit_theirs(talk: Open, family: str) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT}
@@ -127,6 +128,7 @@ def test_content_fits_the_schema_or_calls_fit_theirs(talk: Open, family: str) ->
                 assert choice == "required" or [call[1] for call in answer["tool_calls"]] == ["weather"]
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("asked", [{"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS}, {}])
 def test_reasoning_is_free_and_what_follows_is_not(talk: Open, asked: dict[str, Any]) -> None:
     request: dict[str, Any] = {**asked, "response_format": FORMAT}
@@ -157,6 +159,7 @@ def test_reasoning_is_free_and_what_follows_is_not(talk: Open, asked: dict[str, 
             assert is_call(answer) or "tool_choice" not in asked
 
 
+@pytest.mark.slow
 def test_reasoning_before_other_structures(talk: Open) -> None:
     with open_wanderer(talk, THINKING) as model:
         model.backend.begins = "<think>a</think>"

@@ -319,6 +319,7 @@ def test_thoughts(talk: Open) -> None:
         assert model.whole(THOUGHT).choices[0].message.content == THOUGHT
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("step", [1, 1000])
 def test_a_message_that_is_continued_may_begin_the_thought(talk: Open, step: int) -> None:
     continued = {"continue_final_message": True, "add_generation_prompt": False}

@@ -262,7 +262,7 @@ def test_replays_of_one_key_leave_queue_and_steps_to_others(tmp_path: Path) -> N
         ):
 
             async def replayed() -> list[bool]:
-                requests = [pb.ReplayRequest(receipt=receipt)] * 100
+                requests = [pb.ReplayRequest(receipt=receipt)] * 40
                 call = clients.stub.Replay(iter(requests), metadata=tuple(showing(GREEDY).items()), timeout=LONG)
                 return [answer.equal async for answer in call]
 
@@ -294,6 +294,7 @@ def niceness_of_checks() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_checks_of_constraints_go_by_turns_of_keys_and_count_for_the_deadline(tmp_path: Path) -> None:
     """One key asks for a hundred checks that each take all the time that a check may. Of these few come before another
     key's, and a request that waits behind them fails at its deadline. Workers come first on the cores."""

@@ -297,6 +297,7 @@ def wrong_texts(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return [choice | end | {"message": {"content": one["text"]}} for one, end in zip(wrong, ends, strict=True)]
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("fields", TEXTS, ids=lambda fields: "-".join(fields) or "plain")
 def test_texts_are_found_to_be_those_of_their_tokens(
     gateways: Gateways, http: httpx.Client, fields: dict[str, Any]

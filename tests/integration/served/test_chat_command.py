@@ -117,6 +117,7 @@ def test_any_text_can_be_asked_and_answered() -> None:
     assert (ended.code, ended.out) == (0, r"\ufffd\ufffd\u2028\x85!" + "\n"), ended.err
 
 
+@pytest.mark.slow
 def test_lines_can_be_edited_in_a_terminal() -> None:
     ours, theirs = pty.openpty()
     with answering() as url:
@@ -170,6 +171,7 @@ def test_a_server_that_wants_a_key(gateways: Gateways, monkeypatch: pytest.Monke
         assert answered(None) == answered("sesame") != ""
 
 
+@pytest.mark.slow
 def test_a_server_whose_authority_only_its_users_know(gateways: Gateways, tmp_path: Path) -> None:
     issued = issue(tmp_path, "127.0.0.1")
     tls = TlsFiles(certificate=Path(issued.certificate_file), key=Path(issued.key_file))

@@ -102,6 +102,7 @@ def test_no_memory(folder: Path) -> None:
     check(ended, 1, "target-0: ", "if memory ran out: a smaller model, --quantization int4", "a smaller --kv-memory")
 
 
+@pytest.mark.slow
 def test_a_full_disk(folder: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))

@@ -270,6 +270,7 @@ def test_targets_prove_that_they_belong_to_the_cell(folder: Path, tmp_path: Path
             healthy.check()
 
 
+@pytest.mark.sampled(2, 1)
 def test_no_request_hurts_the_draft_or_other_targets(running: RunningDraft, frames: bool) -> None:
     """Extreme values, columns at random, and bytes at random, each on a stream of its own."""
     draw = random.Random(8)
@@ -369,6 +370,7 @@ def test_bytes_that_are_no_frames_hurt_nobody(running: RunningDraft) -> None:
         healthy.check()
 
 
+@pytest.mark.sampled(2, 1)
 def test_a_target_that_reads_nothing_loses_what_it_holds_with_its_stream(running: RunningDraft, frames: bool) -> None:
     """Also where answers to it cannot be written, and it sends no end."""
     grant = running.grant(target_id="deaf")

@@ -71,10 +71,12 @@ def test_a_pass_writes_the_codes_and_scales_of_plain_python(dtype: torch.dtype) 
             assert np.array_equal(float(scales[at]), expected_scale, equal_nan=True)
 
 
+# The quick tests of a fresh checkout compile for the best set only.
+SMALLER = [pytest.param(isa, torch.bfloat16, marks=pytest.mark.slow) for isa in ISAS[1:]]
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
-@pytest.mark.parametrize(
-    ("isa", "dtype"), [(ISAS[0], dtype) for dtype in DTYPES] + [(isa, torch.bfloat16) for isa in ISAS[1:]], ids=str
-)
+@pytest.mark.parametrize(("isa", "dtype"), [*((ISAS[0], dtype) for dtype in DTYPES), *SMALLER], ids=str)
 def test_cpu_kernels_write_the_same(isa: str, dtype: torch.dtype, head_dim: int) -> None:
     rows = rows_of(dtype, head_dim)
     expected, slots = written(rows)
@@ -92,15 +94,15 @@ def test_cpu_kernels_write_the_same(isa: str, dtype: torch.dtype, head_dim: int)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_row_that_is_not_finite_stays_so(isa: str, number: float) -> None:
-    layer = LayerKv(PAGES, 1, PAGE, 32, torch.float32, CPU, True)
-    qkv = torch.ones(1, 3 * 32)
+@pytest.mark.parametrize(("isa", "dtype"), [(ISAS[0], torch.float32), *SMALLER], ids=str)
+def test_a_row_that_is_not_finite_stays_so(isa: str, dtype: torch.dtype, number: float) -> None:
+    layer = LayerKv(PAGES, 1, PAGE, 32, dtype, CPU, True)
+    qkv = torch.ones(1, 3 * 32, dtype=dtype)
     qkv[0, 70] = number
     rotation = (torch.ones(1, 1, 32), torch.zeros(1, 1, 32))
-    compiled_kernels(torch.float32, isa).rotate_write(qkv, rotation, torch.tensor([3]), layer, 1, None)
+    compiled_kernels(dtype, isa).rotate_write(qkv, rotation, torch.tensor([3]), layer, 1, None)
     keys, values = layer.content()[:, 0, 0, 3]
-    assert torch.allclose(keys, torch.ones(32))
+    assert torch.allclose(keys, torch.ones(32, dtype=keys.dtype))
     assert not values.isfinite().any()
 
 
