@@ -175,8 +175,9 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     wait_for_turn(overlap)
     slot = tl.load(slots + row)
     angles = row * half + tl.zeros([tile_heads, 1], tl.int32) + dimension[None, :]
-    cosines = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
-    sines = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
+    if not whole:
+        cosines = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
+        sines = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
     width: tl.constexpr = (query_heads + 2 * kv_heads) * head_dim
     count = tl.num_programs(0).to(tl.int64) * width
     places = row * width + of_bias
@@ -188,6 +189,10 @@ def _rotate_write(  # type: ignore[no-untyped-def]
         first, second = _normalized_heads(
             first, second, weights, shifts, epsilon, head, in_half, query_heads, kv_heads, head_dim, whole, centred
         )
+    if whole:
+        # Later, as the numbers of a whole row fill the registers.
+        cosines = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
+        sines = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
     first, second = first * cosines - second * sines, second * cosines + first * sines
     if norm is not None and after_rotation:
         first, second = _normalized_heads(
