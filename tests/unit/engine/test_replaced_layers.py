@@ -159,8 +159,8 @@ def test_products_that_compute_something_else_are_refused(monkeypatch: pytest.Mo
         return forward(self, rows) * (torch.arange(self.out_features) != 3)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(products.TritonLinear, "forward", wrong)
-    with pytest.raises(UnsupportedModelError, match="stablelm computes something else with products of its own"):
-        replace_layers(loaded_model("stablelm", torch.float16), PAGE)
+    with pytest.raises(UnsupportedModelError, match="apertus computes something else with products of its own"):
+        replace_layers(loaded_model("apertus", torch.float16), PAGE)
 
 
 def test_attention_of_another_scale_is_refused(decoder: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -201,7 +202,7 @@ def test_angles_are_scaled_and_rounded(kernels: ModuleType, dtype: torch.dtype) 
         torch.testing.assert_close(found.float(), (of_angles * rotation.scalings).to(dtype).float())
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda rows: F.gelu(rows, approximate="tanh"),
