@@ -20,8 +20,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from spool.engine.attention.paged_step import PagedStep
 from spool.engine.cuda.triton_product import Parts, TritonLinear, overlaps
 from spool.engine.cuda.triton_rows import Added, NormOfHeads, activate, add_norm, rotate_write, rotations
+from spool.engine.layers.describing import describe
 from spool.engine.layers.description import Decoder, DecoderLayer, LayerWeights
-from spool.engine.layers.families import describe
 from spool.engine.parallel.layers import SummedLinear
 from spool.engine.quantization.layers import QuantizedLinear
 
@@ -123,14 +123,12 @@ def fuse_decoder(
 ) -> bool:
     """Replaces the decoder of a model that has a description, in place. False, and nothing replaced, where it has none.
     `overlap`: whether kernels do, None: where the model's device can have it."""
+    decoder = describe(model)
+    if decoder is None:
+        return False
     if overlap is None:
         overlap = overlaps(model.device)
-    # What a description makes anew, as weights of norms without any, lies beside the model.
-    with model.device:
-        decoder = describe(model)
-        if decoder is None:
-            return False
-        setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear, overlap))
+    setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear, overlap))
     return True
 
 

@@ -43,9 +43,9 @@ from spool.engine.target import TargetEngine
 from spool.scheduler.messages import PromptScoring, Role
 from spool.scheduler.sampling import Grammar, SamplingParameters
 from spool.services.gateway.grammar_check import definition
-from tests.engine.test_families import tiny_config
-from tests.engine.test_families import tiny_model as tiny_model_of_family
 from tests.support.command_line import tokenizer_of
+from tests.support.family_models import KERNEL_SIZES, tiny_config
+from tests.support.family_models import tiny_model as tiny_model_of_family
 from tests.support.gpu_work import Work
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
@@ -166,14 +166,13 @@ QUICK = ("cohere2", "gemma3_text", "olmo2", "nanochat")
 that are normalized once they are rotated, the other way."""
 
 
-def model_of_family(family: str, **more: object) -> PreTrainedModel:
-    """With heads of 32 dimensions. All experts are chosen: a rounding is to change none of them."""
-    config = tiny_config(family)
-    sizes = {"hidden_size": 128, "num_experts_per_tok": 4, "moe_k": 4, "vocab_size": VOCABULARY}
-    if getattr(config, "head_dim", None) == 16:
-        sizes["head_dim"] = 32
-    changed = {name: size for name, size in sizes.items() if hasattr(config, name)}
-    model = tiny_model_of_family(type(config)(**config.to_dict() | changed | more))
+ALL_CHOSEN = {"num_experts_per_tok": 4, "moe_k": 4}
+"""Experts: a rounding is to change none of them."""
+
+
+def model_of_family(family: str, **more: Any) -> PreTrainedModel:
+    config = tiny_config(family, KERNEL_SIZES | ALL_CHOSEN)
+    model = tiny_model_of_family(type(config)(**config.to_dict() | more))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
