@@ -32,6 +32,7 @@ from spool.engine.layers.families import FAMILIES
 from spool.engine.layers.linear import linear_of
 from spool.engine.models.loaded_model import KvShape, LoadedModel
 from spool.engine.models.vocabulary import Vocabulary
+from spool.engine.passes.features import Features
 from spool.engine.passes.layout import BatchedSequence
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
@@ -188,6 +189,20 @@ def test_all_described_families_give_the_logits_of_transformers(
 ) -> None:
     multiply_in_one_order(monkeypatch)
     assert_as_close_as_transformers(fused_decoder, model_of_family(family), dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2"])
+def test_features_are_what_goes_into_layers_and_comes_out_of_the_last_norm(
+    fused_decoder: ModuleType, family: str
+) -> None:
+    model, tokens = model_of_family(family), tokens_of(0, 9)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert fused_decoder.fuse_decoder(model)
+    features = Features(model, range(3), len(tokens))
+    Sequences(model).feed((0, tokens))
+    found = features.rows.view(len(tokens), 3, -1).transpose(0, 1)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_a_rounded_model_gives_the_bits_of_its_expanded_weights(
