@@ -1,4 +1,5 @@
-"""What a GPU does to each row between the linear layers of a decoder layer, but for attention: Triton kernels.
+"""What a GPU does to each row between the linear layers of a decoder layer, but for attention: Triton kernels, which do
+what the layer's description says (engine/layers/description.py).
 
 All compute in float32 and round once. A row's sums are those of one program, in tiles whose size the model alone
 decides, so that they have one order by construction. Tensors are contiguous. Products come in `Parts`, which add up to
@@ -6,6 +7,8 @@ the bits of the whole product. With `overlap`, only where kernels can (engine/cu
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,8 +18,10 @@ from spool.engine.cuda.launches import launch
 from spool.engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
 from spool.engine.kv.kv_store import SCALE_BYTES
 from spool.engine.kv.paged_kv import LayerKv
+from spool.engine.layers.description import Activation, HeadNorms, Norm, Rotation
 
-# Heads that a program rotates. Few, so that one row alone keeps more than one multiprocessor busy.
+# Heads that a program rotates, unless all are normalized as one row. Few, so that one row alone keeps more than one
+# multiprocessor busy.
 _TILE_HEADS = 4
 # Numbers of a product of gates that a program computes.
 _GATES = 1024
@@ -27,9 +32,36 @@ _MAX_WARPS = 16
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _ROUNDING = tl.constexpr(1.5 * 2**23)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
+_SILU = tl.constexpr(Activation.SILU.value)
+_GELU = tl.constexpr(Activation.GELU.value)
+_GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
+_RELU = tl.constexpr(Activation.RELU.value)
 
-HeadNorms = tuple[torch.Tensor, torch.Tensor, float]
-"""Weights of the norms of a query head and of a key head, and their epsilon."""
+
+class Added(NamedTuple):
+    """What is to be added to a residual: the norm of a product, times `multiplier`."""
+
+    product: Parts
+    post_norm: Norm | None = None
+    multiplier: float = 1.0
+
+
+class NormOfHeads(NamedTuple):
+    """The norms of queries and keys as one, with weights float32 `[(query_heads + kv_heads) * head_dim]`."""
+
+    norm: Norm
+    whole: bool
+    after_rotation: bool
+
+    @classmethod
+    def of(cls, norms: HeadNorms) -> NormOfHeads:
+        queries, keys = norms.queries, norms.keys
+        assert (queries.epsilon, queries.centred) == (keys.epsilon, keys.centred), "queries and keys differ in norms"
+        assert not (norms.whole and norms.after_rotation), "whole queries are normalized before their rotation"
+        biases = [norm.bias for norm in (queries, keys) if norm.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        joined = Norm(torch.cat((queries.weight, keys.weight)), queries.epsilon, bias, queries.centred)
+        return cls(joined, norms.whole, norms.after_rotation)
 
 
 @triton.jit
@@ -52,6 +84,46 @@ def _codes(rows, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _mean_of_heads(  # type: ignore[no-untyped-def]
+    sums, head, query_heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, whole: tl.constexpr
+):
+    """Of the sum of each head; if `whole`, of all queries, or of all keys."""
+    if whole:
+        is_query, is_key = head < query_heads, (head >= query_heads) & (head < query_heads + kv_heads)
+        of_queries = tl.sum(tl.where(is_query, sums, 0.0), 0) / query_heads
+        sums = tl.where(is_query, of_queries, tl.sum(tl.where(is_key, sums, 0.0), 0) / kv_heads)
+    return sums / head_dim
+
+
+@triton.jit
+def _normalized_heads(  # type: ignore[no-untyped-def]
+    first,
+    second,
+    weights,
+    shifts,
+    epsilon,
+    head,
+    in_half,
+    query_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    whole: tl.constexpr,
+    centred: tl.constexpr,
+):
+    """Of heads in two halves. Weights and biases, which may be None, are pairs, too."""
+    if centred:
+        sums = tl.sum(first, 1) + tl.sum(second, 1)
+        mean = _mean_of_heads(sums, head, query_heads, kv_heads, head_dim, whole)[:, None]
+        first, second = tl.where(in_half[None, :], first - mean, 0.0), tl.where(in_half[None, :], second - mean, 0.0)
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    scale = tl.rsqrt(_mean_of_heads(squares, head, query_heads, kv_heads, head_dim, whole) + epsilon)[:, None]
+    first, second = first * scale * weights[0], second * scale * weights[1]
+    if shifts is not None:
+        first, second = first + shifts[0], second + shifts[1]
+    return first, second
+
+
+@triton.jit
 def _rotate_write(  # type: ignore[no-untyped-def]
     # Triton takes no annotation of a parameter but tl.constexpr.
     queries,
@@ -64,9 +136,12 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     slots,
     key_scales,
     value_scales,
-    query_norm,
-    key_norm,
+    norm,
+    norm_bias,
     epsilon,
+    centred: tl.constexpr,
+    whole: tl.constexpr,
+    after_rotation: tl.constexpr,
     parts: tl.constexpr,
     overlap: tl.constexpr,
     query_heads: tl.constexpr,
@@ -76,8 +151,8 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     tile_heads: tl.constexpr,
     dimensions: tl.constexpr,
 ):
-    """Some heads of one row. `dimensions` is half a head's, padded. With scales, keys and values are written as codes
-    of 8 bits."""
+    """Some heads of one row; all, if `whole` queries and keys are normalized. `dimensions` is half a head's, padded.
+    With scales, keys and values are written as codes of 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     dimension = tl.arange(0, dimensions)
@@ -86,36 +161,44 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     is_query = (head < query_heads)[:, None]
     is_value = (head >= query_heads + kv_heads)[:, None]
     is_real = (head < query_heads + 2 * kv_heads)[:, None] & in_half[None, :]
+    of_bias = head[:, None] * head_dim + dimension[None, :]
     # Reads are asked for before any is needed, weights before it is this kernel's turn; and for all heads, also those
     # that are the same for each, so that no thread waits for what another one has read.
-    each = tl.zeros([tile_heads, 1], tl.int32) + dimension[None, :]
-    if query_norm is not None:
-        query_first = tl.load(query_norm + each, mask=is_real, other=0.0)
-        query_second = tl.load(query_norm + half + each, mask=is_real, other=0.0)
-        key_first = tl.load(key_norm + each, mask=is_real, other=0.0)
-        key_second = tl.load(key_norm + half + each, mask=is_real, other=0.0)
+    shifts = None
+    if norm is not None:
+        is_normed = is_real & ~is_value
+        first_weights = tl.load(norm + of_bias, mask=is_normed, other=0.0)
+        weights = first_weights, tl.load(norm + of_bias + half, mask=is_normed, other=0.0)
+        if norm_bias is not None:
+            first_shifts = tl.load(norm_bias + of_bias, mask=is_normed, other=0.0)
+            shifts = first_shifts, tl.load(norm_bias + of_bias + half, mask=is_normed, other=0.0)
     wait_for_turn(overlap)
     slot = tl.load(slots + row)
-    angles = row * head_dim + each
-    first_cos = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + angles + half, mask=is_real, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + angles + half, mask=is_real, other=0.0).to(tl.float32)
+    angles = row * half + tl.zeros([tile_heads, 1], tl.int32) + dimension[None, :]
+    if not whole:
+        cosines = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
+        sines = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
     width: tl.constexpr = (query_heads + 2 * kv_heads) * head_dim
     count = tl.num_programs(0).to(tl.int64) * width
-    of_bias = head[:, None] * head_dim + dimension[None, :]
     places = row * width + of_bias
     dtype: tl.constexpr = queries.dtype.element_ty
     given_first = add_parts(qkv, bias, places, of_bias, is_real, count, parts, dtype)
     given_second = add_parts(qkv, bias, places + half, of_bias + half, is_real, count, parts, dtype)
     first, second = given_first.to(tl.float32), given_second.to(tl.float32)
-    if query_norm is not None:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(squares / head_dim + epsilon)[:, None]
-        first = first * scale * tl.where(is_query, query_first, key_first).to(tl.float32)
-        second = second * scale * tl.where(is_query, query_second, key_second).to(tl.float32)
-    rotated_first = (first * first_cos - second * first_sin).to(dtype)
-    rotated_second = (second * second_cos + first * second_sin).to(dtype)
+    if norm is not None and not after_rotation:
+        first, second = _normalized_heads(
+            first, second, weights, shifts, epsilon, head, in_half, query_heads, kv_heads, head_dim, whole, centred
+        )
+    if whole:
+        # Later, as the numbers of a whole row fill the registers.
+        cosines = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
+        sines = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
+    first, second = first * cosines - second * sines, second * cosines + first * sines
+    if norm is not None and after_rotation:
+        first, second = _normalized_heads(
+            first, second, weights, shifts, epsilon, head, in_half, query_heads, kv_heads, head_dim, whole, centred
+        )
+    rotated_first, rotated_second = first.to(dtype), second.to(dtype)
     query_places = (row * query_heads + head)[:, None] * head_dim + dimension[None, :]
     tl.store(queries + query_places, rotated_first, mask=is_real & is_query)
     tl.store(queries + query_places + half, rotated_second, mask=is_real & is_query)
@@ -147,22 +230,29 @@ def _rotate_write(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotations(  # type: ignore[no-untyped-def]
-    cos, sin, positions, frequencies, scaling, overlap: tl.constexpr, half: tl.constexpr, dimensions: tl.constexpr
+    cos, sin, positions, frequencies, scalings, overlap: tl.constexpr, half: tl.constexpr, dimensions: tl.constexpr
 ):
-    """One row. `dimensions` is half a head's, padded."""
+    """One row. `dimensions` is `half`, padded."""
     row = tl.program_id(0).to(tl.int64)
     dimension = tl.arange(0, dimensions)
     in_half = dimension < half
-    frequency = tl.load(frequencies + dimension, mask=in_half, other=0.0).to(tl.float32)
+    frequency = tl.load(frequencies + dimension, mask=in_half, other=0.0)
+    scaling = tl.load(scalings + dimension, mask=in_half, other=0.0)
     wait_for_turn(overlap)
     angles = frequency * tl.load(positions + row).to(tl.float32)
-    places = row * (2 * half) + dimension
     dtype: tl.constexpr = cos.dtype.element_ty
-    cosines, sines = (tl.cos(angles) * scaling).to(dtype), (tl.sin(angles) * scaling).to(dtype)
-    tl.store(cos + places, cosines, mask=in_half)
-    tl.store(cos + places + half, cosines, mask=in_half)
-    tl.store(sin + places, sines, mask=in_half)
-    tl.store(sin + places + half, sines, mask=in_half)
+    tl.store(cos + row * half + dimension, (tl.cos(angles) * scaling).to(dtype), mask=in_half)
+    tl.store(sin + row * half + dimension, (tl.sin(angles) * scaling).to(dtype), mask=in_half)
+
+
+@triton.jit
+def _normalized(row, is_real, weights, bias, epsilon, hidden: tl.constexpr, centred: tl.constexpr):  # type: ignore[no-untyped-def]
+    if centred:
+        row = tl.where(is_real, row - tl.sum(row, 0) / hidden, 0.0)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / hidden + epsilon) * weights
+    if bias is not None:
+        row += bias
+    return row
 
 
 @triton.jit
@@ -171,34 +261,81 @@ def _add_norm(  # type: ignore[no-untyped-def]
     residual,
     added,
     bias,
+    multiplier,
+    post_weight,
+    post_bias,
+    post_epsilon,
+    post_centred: tl.constexpr,
     weight,
+    norm_bias,
     epsilon,
+    centred: tl.constexpr,
+    of_residual: tl.constexpr,
     parts: tl.constexpr,
     overlap: tl.constexpr,
     hidden: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row. `block` is `hidden`, padded."""
+    """One row. `block` is `hidden`, padded. The norm is of the sum, or `of_residual`, as it was."""
     place = tl.arange(0, block)
     places = tl.program_id(0).to(tl.int64) * hidden + place
     is_real = place < hidden
-    factors = tl.load(weight + place, mask=is_real, other=0.0).to(tl.float32)
+    weights, shifts, post_shifts = None, None, None
+    if weight is not None:
+        weights = tl.load(weight + place, mask=is_real, other=0.0)
+        if norm_bias is not None:
+            shifts = tl.load(norm_bias + place, mask=is_real, other=0.0)
+    if post_weight is not None:
+        post_weights = tl.load(post_weight + place, mask=is_real, other=0.0)
+        if post_bias is not None:
+            post_shifts = tl.load(post_bias + place, mask=is_real, other=0.0)
     wait_for_turn(overlap)
     row = tl.load(residual + places, mask=is_real, other=0.0).to(tl.float32)
+    normed = row
     if added is not None:
         dtype: tl.constexpr = residual.dtype.element_ty
         count = tl.num_programs(0).to(tl.int64) * hidden
-        row += add_parts(added, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
-        rounded = row.to(dtype)
+        more = add_parts(added, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
+        if post_weight is not None:
+            more = _normalized(more, is_real, post_weights, post_shifts, post_epsilon, hidden, post_centred)
+        if multiplier is not None:
+            more *= multiplier
+        rounded = (row + more).to(dtype)
         tl.store(residual + places, rounded, mask=is_real)
-        row = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row * row, 0) / hidden + epsilon)
-    tl.store(to + places, (row * scale * factors).to(to.dtype.element_ty), mask=is_real)
+        if not of_residual:
+            normed = rounded.to(tl.float32)
+    if weight is not None:
+        normed = _normalized(normed, is_real, weights, shifts, epsilon, hidden, centred)
+        tl.store(to + places, normed.to(to.dtype.element_ty), mask=is_real)
 
 
 @triton.jit
-def _silu_mul(  # type: ignore[no-untyped-def]
-    to, gate_up, bias, parts: tl.constexpr, overlap: tl.constexpr, inner: tl.constexpr, block: tl.constexpr
+def _activated(x, activation: tl.constexpr):  # type: ignore[no-untyped-def]
+    if activation == _SILU:
+        x = x / (1 + tl.exp(-x))
+    elif activation == _GELU:
+        x = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    elif activation == _GELU_TANH:
+        # 1 + tanh(y) is twice the sigmoid of 2 y.
+        x = x / (1 + tl.exp(-x * (1.59576912160573 + 0.0713548162726 * x * x)))
+    else:
+        x = tl.where(x < 0, 0.0, x)
+        if activation != _RELU:
+            x = x * x
+    return x
+
+
+@triton.jit
+def _activate(  # type: ignore[no-untyped-def]
+    to,
+    up,
+    bias,
+    activation: tl.constexpr,
+    gated: tl.constexpr,
+    parts: tl.constexpr,
+    overlap: tl.constexpr,
+    inner: tl.constexpr,
+    block: tl.constexpr,
 ):
     """`block` numbers of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -206,29 +343,29 @@ def _silu_mul(  # type: ignore[no-untyped-def]
     is_real = place < inner
     wait_for_turn(overlap)
     dtype: tl.constexpr = to.dtype.element_ty
-    count = tl.num_programs(0).to(tl.int64) * (2 * inner)
-    places = row * (2 * inner) + place
-    gate = add_parts(gate_up, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
-    up = add_parts(gate_up, bias, places + inner, place + inner, is_real, count, parts, dtype).to(tl.float32)
-    product = gate / (1 + tl.exp(-gate)) * up
+    width: tl.constexpr = 2 * inner if gated else inner
+    count = tl.num_programs(0).to(tl.int64) * width
+    places = row * width + place
+    product = add_parts(up, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
+    product = _activated(product, activation)
+    if gated:
+        fellow = add_parts(up, bias, places + inner, place + inner, is_real, count, parts, dtype).to(tl.float32)
+        product = product * fellow
     tl.store(to + row * inner + place, product.to(dtype), mask=is_real)
 
 
-def rotations(
-    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[rows, head_dim]` of `positions` `[rows]` times `frequencies` `[head_dim / 2]`, both times
-    `scaling`, as a model's rotary embedding gives them."""
-    rows, half = len(positions), len(frequencies)
-    cos, sin = positions.new_empty(2, rows, 2 * half, dtype=dtype)
+def rotations(positions: torch.Tensor, rotation: Rotation, overlap: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of `rotation`, `[rows, head_dim / 2]`, at `positions` `[rows]`."""
+    rows, half = len(positions), len(rotation.frequencies)
+    cos, sin = positions.new_empty(2, rows, half, dtype=rotation.dtype)
     launch(
         _rotations,
         (rows,),
         cos,
         sin,
         positions,
-        frequencies,
-        scaling,
+        rotation.frequencies,
+        rotation.scalings,
         overlap,
         half,
         triton.next_power_of_2(half),
@@ -245,22 +382,25 @@ def rotate_write(
     slots: torch.Tensor,
     layer: LayerKv,
     query_heads: int,
-    norms: HeadNorms | None,
+    norm: NormOfHeads | None,
     overlap: bool = False,
 ) -> torch.Tensor:
     """Gives rotated queries `[rows, query_heads, head_dim]`; writes rotated keys, and values, to `slots` `[rows]` of
     `layer`.
 
-    `qkv`: of `[rows, (query_heads + 2 * kv_heads) * head_dim]`. `cos` and `sin`: `[rows, head_dim]`. With `norms`,
-    queries and keys are normalized before.
+    `qkv`: of `[rows, (query_heads + 2 * kv_heads) * head_dim]`. `cos` and `sin`: `[rows, head_dim / 2]`. With `norm`,
+    queries and keys are normalized.
     """
     kv_heads, head_dim = layer.kv_heads, layer.head_dim
     parts, rows, _ = qkv.sums.shape
     queries = layer.pool.new_empty(rows, query_heads, head_dim, dtype=layer.dtype)
-    query_norm, key_norm, epsilon = norms or (None, None, 0.0)
+    heads, dimensions, whole = query_heads + 2 * kv_heads, triton.next_power_of_2(head_dim // 2), False
+    if norm is not None:
+        whole = norm.whole
+    tile_heads = triton.next_power_of_2(heads) if whole else _TILE_HEADS
     launch(
         _rotate_write,
-        (rows, triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS)),
+        (rows, triton.cdiv(heads, tile_heads)),
         queries,
         *layer.pool,
         qkv.sums,
@@ -269,30 +409,37 @@ def rotate_write(
         sin,
         slots,
         *layer.scales,
-        query_norm,
-        key_norm,
-        epsilon,
+        *_arguments(None if norm is None else norm.norm),
+        whole,
+        norm is not None and norm.after_rotation,
         parts,
         overlap,
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=layer.page_size,
-        tile_heads=_TILE_HEADS,
-        dimensions=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        tile_heads=tile_heads,
+        dimensions=dimensions,
+        num_warps=_warps(2 * tile_heads * dimensions) if whole else 1,
         **launch_options(overlap),
     )
     return queries
 
 
 def add_norm(
-    residual: torch.Tensor, added: Parts | None, weight: torch.Tensor, epsilon: float, overlap: bool = False
+    residual: torch.Tensor,
+    added: Added | None,
+    norm: Norm | None,
+    overlap: bool = False,
+    of_residual: bool = False,
 ) -> torch.Tensor:
-    """Adds `added` to `residual` `[rows, hidden]`, in place, and gives the root-mean-square norms of the sums."""
+    """Adds `added` to `residual` `[rows, hidden]`, in place, and gives the norms of the sums, or, if `of_residual`, of
+    what was there before. Without a norm, it gives `residual`."""
+    if added is None and norm is None:
+        return residual
     rows, hidden = residual.shape
-    normed = torch.empty_like(residual)
-    sums, bias = added or (None, None)
+    normed = None if norm is None else torch.empty_like(residual)
+    (sums, bias), post_norm, multiplier = added or ((None, None), None, 1.0)
     block = triton.next_power_of_2(hidden)
     launch(
         _add_norm,
@@ -301,28 +448,34 @@ def add_norm(
         residual,
         sums,
         bias,
-        weight,
-        epsilon,
+        None if multiplier == 1.0 else multiplier,
+        *_arguments(post_norm),
+        *_arguments(norm),
+        of_residual,
         1 if sums is None else len(sums),
         overlap,
         hidden,
         block,
-        num_warps=min(_MAX_WARPS, max(1, block // _NUMBERS_OF_A_WARP)),
+        num_warps=_warps(block),
         **launch_options(overlap),
     )
-    return normed
+    return residual if normed is None else normed
 
 
-def silu_mul(gate_up: Parts, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
-    """Of `[rows, 2 * inner]` silu(gate) * up, `[rows, inner]`."""
-    parts, rows, width = gate_up.sums.shape
-    inner = width // 2
-    product = gate_up.sums.new_empty(rows, inner, dtype=dtype)
+def activate(
+    up: Parts, dtype: torch.dtype, activation: Activation, gated: bool = True, overlap: bool = False
+) -> torch.Tensor:
+    """Of `[rows, inner]` activation(up); if `gated`, of `[rows, 2 * inner]` activation(gate) * up; `[rows, inner]`."""
+    parts, rows, width = up.sums.shape
+    inner = width // 2 if gated else width
+    product = up.sums.new_empty(rows, inner, dtype=dtype)
     launch(
-        _silu_mul,
+        _activate,
         (rows, triton.cdiv(inner, _GATES)),
         product,
-        *gate_up,
+        *up,
+        activation.value,
+        gated,
         parts,
         overlap,
         inner,
@@ -331,3 +484,12 @@ def silu_mul(gate_up: Parts, dtype: torch.dtype, overlap: bool = False) -> torch
         **launch_options(overlap),
     )
     return product
+
+
+def _arguments(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float, bool]:
+    """Of a kernel: weight, bias, epsilon, and whether it is centred."""
+    return (None, None, 0.0, False) if norm is None else (norm.weight, norm.bias, norm.epsilon, norm.centred)
+
+
+def _warps(numbers: int) -> int:
+    return min(_MAX_WARPS, max(1, numbers // _NUMBERS_OF_A_WARP))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import product as product_of
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +17,12 @@ import torch
 
 from spool.engine.attention.backends import AttentionRule, Span
 from spool.engine.kv.paged_kv import PagedKv
+from spool.engine.layers.description import Activation, HeadNorms, Norm
 from spool.engine.quantization.weights import QuantizedWeight
 
 if TYPE_CHECKING:
+    from spool.engine.cuda.triton_product import Parts
+    from spool.engine.cuda.triton_rows import NormOfHeads
     from tests.support.triton_builds import Build
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
@@ -88,21 +91,71 @@ def products_of(
 def decoder_rows(
     architecture: int, dtype: torch.dtype, head_dim: int, hidden: int, parts: int, quantized: bool = False
 ) -> Iterator[Callable[[], object]]:
-    from spool.engine.cuda.triton_product import Parts
-    from spool.engine.cuda.triton_rows import add_norm, rotate_write, silu_mul
+    """Of layers like Llama's or, in several parts, Qwen3's."""
+    from spool.engine.cuda.triton_rows import Added, activate, add_norm, rotate_write
 
-    overlap = overlapping(architecture)
-
-    def product(width: int) -> Parts:
-        return Parts(torch.zeros(parts, 1, width, dtype=dtype if parts == 1 else FP32))
-
+    overlap, product = overlapping(architecture), partial(product_in_parts, dtype, parts)
     layer = PagedKv(1, 1, 16, 8, head_dim, dtype, CPU, quantized).layers[0]
-    rows, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    angles, slots = torch.zeros(1, head_dim, dtype=dtype), torch.zeros(1, dtype=torch.int64)
-    norms = None if parts == 1 else (torch.zeros(head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype), 1e-6)
-    yield lambda: add_norm(rows, None if parts == 1 else product(hidden), weight, 1e-6, overlap)
+    rows, norm = torch.zeros(1, hidden, dtype=dtype), zero_norm(hidden)
+    angles, slots = torch.zeros(1, head_dim // 2, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    norms = None if parts == 1 else zero_norm_of_heads(32, 8, head_dim)
+    yield lambda: add_norm(rows, None if parts == 1 else Added(product(hidden)), norm, overlap)
     yield lambda: rotate_write(product(48 * head_dim), angles, angles, slots, layer, 32, norms, overlap)
-    yield lambda: silu_mul(product(2 * 9728), dtype, overlap)
+    yield lambda: activate(product(2 * 9728), dtype, Activation.SILU, overlap=overlap)
+
+
+def described_rows(
+    architecture: int,
+    dtype: torch.dtype,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    hidden: int,
+    parts: int,
+    quantized: bool = False,
+) -> Iterator[Callable[[], object]]:
+    """Whatever else a description can say."""
+    from spool.engine.cuda.triton_rows import Added, activate, add_norm, rotate_write
+
+    overlap, product = overlapping(architecture), partial(product_in_parts, dtype, parts)
+    layer = PagedKv(1, 1, 16, kv_heads, head_dim, dtype, CPU, quantized).layers[0]
+    rows, slots = torch.zeros(1, hidden, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    angles, qkv = torch.zeros(1, head_dim // 2), product((query_heads + 2 * kv_heads) * head_dim)
+    yield lambda: add_norm(rows, Added(product(hidden), None, 0.5), None, overlap)
+    for centred in (False, True):
+        norm = zero_norm(hidden, centred)
+        yield partial(add_norm, rows, Added(product(hidden), norm, 0.5), norm, overlap, of_residual=centred)
+        # No family centres whole queries.
+        for whole, after_rotation in ((False, False), (False, True), (True, False))[: 2 if centred else 3]:
+            norms = zero_norm_of_heads(query_heads, kv_heads, head_dim, centred, whole, after_rotation)
+            yield partial(rotate_write, qkv, angles, angles, slots, layer, query_heads, norms, overlap)
+    for activation, gated in product_of(Activation, (False, True)):
+        yield partial(activate, product(2 * 9728), dtype, activation, gated, overlap)
+
+
+def product_in_parts(dtype: torch.dtype, parts: int, width: int) -> Parts:
+    from spool.engine.cuda.triton_product import Parts
+
+    return Parts(torch.zeros(parts, 1, width, dtype=dtype if parts == 1 else FP32))
+
+
+def zero_norm(width: int, centred: bool = False) -> Norm:
+    """With a bias if it is centred."""
+    return Norm(torch.zeros(width), 1e-6, torch.zeros(width) if centred else None, centred)
+
+
+def zero_norm_of_heads(
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    centred: bool = False,
+    whole: bool = False,
+    after_rotation: bool = False,
+) -> NormOfHeads:
+    from spool.engine.cuda.triton_rows import NormOfHeads
+
+    queries, keys = (zero_norm(heads * head_dim, centred) for heads in (query_heads, kv_heads))
+    return NormOfHeads.of(HeadNorms(queries, keys, whole, after_rotation))
 
 
 def sampling(
@@ -146,6 +199,7 @@ MAKERS: dict[str, Callable[..., Iterator[Callable[[], object]]]] = {
     "products": products,
     "products of codes": code_products,
     "rows": decoder_rows,
+    "described rows": described_rows,
     "sampling": sampling,
     "experts": experts,
 }
@@ -194,6 +248,13 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("rows", (80, BF16, 64, 2048, 1, True)),
     ("rows", (90, BF16, 128, 5120, 4, True)),
     ("rows", (100, FP32, 96, 16384, 2, True)),
+    ("described rows", (80, BF16, 40, 40, 128, 5120, 2, True)),
+    ("described rows", (80, FP16, 16, 16, 64, 2048, 1, True)),
+    ("described rows", (90, BF16, 40, 40, 128, 5120, 2)),
+    ("described rows", (90, BF16, 40, 8, 128, 5120, 4, True)),
+    ("described rows", (100, FP32, 48, 8, 96, 8192, 2)),
+    ("described rows", (100, BF16, 40, 40, 128, 5120, 2, True)),
+    ("described rows", (120, BF16, 40, 40, 128, 5120, 2, True)),
     ("sampling", (80, BF16, 0.7, False, 20)),
     ("sampling", (86, BF16, 0.7, False, 20)),
     ("sampling", (89, FP16, 0.7, False, 20)),
@@ -246,7 +307,7 @@ def test_attention_keeps_its_numbers_in_registers(
         check_fits(32, FP32, True)
     heads = (32, 64, 80, 128, 256)
     check_fits(max(heads), dtype, quantized)
-    for head_dim, group, window in product(heads, (1, 3, 8, 16, 20), (None, 1024)):
+    for head_dim, group, window in product_of(heads, (1, 3, 8, 16, 20), (None, 1024)):
         arguments = (architecture, dtype, head_dim, group, 16, window, quantized)
         (build,) = compiler.submit(build_all, "attention", arguments).result()
         assert build.stack <= MAX_SPILLED, arguments
@@ -263,7 +324,7 @@ def test_wide_tiles_are_blocks_of_the_same_operations(
     and the numbers are in registers."""
     from spool.engine.cuda.triton_attention import takes_wide_tiles
 
-    for head_dim, group in product((32, 64, 80, 128), (1, 2, 4, 8, 16)):
+    for head_dim, group in product_of((32, 64, 80, 128), (1, 2, 4, 8, 16)):
         assert takes_wide_tiles((2 * group, 2, head_dim), dtype, False)
         found, dots = [], []
         for wide in (False, True):

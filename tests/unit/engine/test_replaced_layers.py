@@ -16,6 +16,7 @@ from spool.engine.attention.backends import AttentionRule
 from spool.engine.attention.paged_step import ATTENTION_NAME
 from spool.engine.cuda.setup import GpuPasses
 from spool.engine.errors import UnsupportedModelError
+from spool.engine.layers.description import DecoderLayer
 from spool.engine.models.loaded_model import LoadedModel
 from spool.engine.models.replaced_layers import replace_layers
 from spool.engine.models.vocabulary import Vocabulary
@@ -111,13 +112,14 @@ def without_attention(norm: Callable[..., Any]) -> Callable[..., Any]:
     """What the first layer's attention gives is not added, in any pass."""
     calls = 0
 
-    def wrong(residual: torch.Tensor, added: Any, *given: object) -> Any:
+    def wrong(residual: torch.Tensor, added: Any, *given: object, **named: object) -> Any:
         nonlocal calls
-        # Two norms a layer, and the last one.
-        if calls % (2 * LAYERS + 1) == 1:
-            added = added._replace(sums=torch.zeros_like(added.sums))
+        # Behind the embedding, two of each layer, and the last one.
+        if calls % (2 * LAYERS + 2) == 2:
+            product = added.product._replace(sums=torch.zeros_like(added.product.sums))
+            added = added._replace(product=product)
         calls += 1
-        return norm(residual, added, *given)
+        return norm(residual, added, *given, **named)
 
     return wrong
 
@@ -125,8 +127,8 @@ def without_attention(norm: Callable[..., Any]) -> Callable[..., Any]:
 WRONG: dict[str, tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "positions": ("rotations", turned),
     "no norms of heads": ("rotate_write", unscaled),
-    "gate and up": ("silu_mul", swapped),
-    "another activation": ("silu_mul", linear_gates),
+    "gate and up": ("activate", swapped),
+    "another activation": ("activate", linear_gates),
     "one layer's attention lost": ("add_norm", without_attention),
 }
 
@@ -143,7 +145,7 @@ def test_layers_that_compute_something_else_are_refused(
 ) -> None:
     kernel, make_wrong = WRONG[fault]
     monkeypatch.setattr(decoder, kernel, make_wrong(getattr(decoder, kernel)))
-    with pytest.raises(UnsupportedModelError, match="qwen3 computes something else with a fused decoder"):
+    with pytest.raises(UnsupportedModelError, match=r"qwen3 computes something else .*: a fused decoder"):
         replace_layers(loaded_model("qwen3", dtype, LAYERS), PAGE)
 
 
@@ -157,18 +159,18 @@ def test_products_that_compute_something_else_are_refused(monkeypatch: pytest.Mo
         return forward(self, rows) * (torch.arange(self.out_features) != 3)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(products.TritonLinear, "forward", wrong)
-    with pytest.raises(UnsupportedModelError, match="glm4 computes something else with products of its own"):
-        replace_layers(loaded_model("glm4", torch.float16), PAGE)
+    with pytest.raises(UnsupportedModelError, match=r"apertus computes something else .*: products of its own"):
+        replace_layers(loaded_model("apertus", torch.float16), PAGE)
 
 
 def test_attention_of_another_scale_is_refused(decoder: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = decoder.CudaDecoderLayer
     start = layer.__init__
 
-    def wrong(self: Any, *given: object) -> None:
-        start(self, *given)
-        self._rule = AttentionRule(self._rule.scaling * 0.5)
+    def wrong(self: Any, description: DecoderLayer, *given: object) -> None:
+        rule = AttentionRule(description.rule.scaling * 0.5)
+        start(self, replace(description, rule=rule), *given)
 
     monkeypatch.setattr(layer, "__init__", wrong)
-    with pytest.raises(UnsupportedModelError, match="llama computes something else with a fused decoder"):
+    with pytest.raises(UnsupportedModelError, match=r"llama computes something else .*: a fused decoder"):
         replace_layers(loaded_model("llama", torch.bfloat16), PAGE)
