@@ -186,16 +186,25 @@ class KernelDecoder(nn.Module):
         number behind all layers, what `normed` gives."""
         self._taps[layer] = take
 
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What goes into the first layer, `[rows, hidden]`, of tokens (int64 `[rows]`)."""
+        decoder, hidden_states = self._decoder, self.embed_tokens(tokens)
+        if decoder.embedding_multiplier != 1.0:
+            hidden_states = hidden_states * decoder.embedding_multiplier
+        if decoder.embedding_norm is not None:
+            hidden_states = self._kernels.norm(hidden_states, decoder.embedding_norm)
+        return hidden_states
+
+    def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The last norm of what comes out of the last layer, `[rows, hidden]`."""
+        return self._kernels.norm(hidden_states, self._decoder.norm)
+
     def normed(self, tokens: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> torch.Tensor:
         """What the head multiplies, `[rows, hidden]`, of tokens at their positions (int64 `[rows]`). Raises TypeError
         where the pass attends otherwise than by kernel, MemoryError."""
-        hidden_states = self.embed_tokens(tokens)
-        if self._decoder.embedding_multiplier != 1.0:
-            hidden_states = hidden_states * self._decoder.embedding_multiplier
-        if self._decoder.embedding_norm is not None:
-            hidden_states = self._kernels.norm(hidden_states, self._decoder.embedding_norm)
+        hidden_states = self.embedded(tokens)
         self.add_layers(hidden_states, positions, paged_step)
-        rows = self._kernels.norm(hidden_states, self._decoder.norm)
+        rows = self.norm(hidden_states)
         if (take := self._taps.get(len(self.layers))) is not None:
             take(rows)
         return rows

@@ -110,7 +110,7 @@ def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -
     attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
     head_dim = _head_dim(attention)
     linears = [getattr(attention, name) for name in (*family.qkv, family.out)]
-    if not hasattr(mlp, "experts"):
+    if not _has_experts(mlp):
         linears += [getattr(mlp, name) for name in (*family.up, family.down)]
         if type(getattr(mlp, family.activation)) not in ACTIVATIONS:
             raise _NotDescribedError(f"its activation is {type(getattr(mlp, family.activation)).__name__}")
@@ -134,13 +134,18 @@ def _known(family: Family, mlp: Any) -> tuple[str, ...]:
     """How the names of a layer's tensors begin that a description has."""
     norms = family.attention_norm, family.attention_post_norm, family.mlp_norm, family.mlp_post_norm
     of_attention = *family.qkv, family.out, *family.head_norms
-    of_mlp = ("",) if hasattr(mlp, "experts") else (*family.up, family.down)
+    of_mlp = ("",) if _has_experts(mlp) else (*family.up, family.down)
     return (
         *(f"{norm}." for norm in norms if norm is not None),
         *(f"{family.attention}.{name}." for name in of_attention),
         f"{family.attention}.sinks",
         *(f"{family.mlp}.{name}" for name in of_mlp),
     )
+
+
+def _has_experts(mlp: Any) -> bool:
+    """Also of those that ranks share."""
+    return hasattr(getattr(mlp, "part", mlp), "experts")
 
 
 def _head_dim(attention: Any) -> int:
@@ -222,7 +227,7 @@ def _layer(
     order = _head_order(head_dim, padded, turned, family.interleaved)
     norm = partial(_norm_of_layer, family, layer, out.out_features, device)
     norms = _head_norms(family, attention)
-    has_experts = hasattr(mlp, "experts")
+    has_experts = _has_experts(mlp)
     description = DecoderLayer(
         index=attention.layer_idx,
         query_heads=query_heads,

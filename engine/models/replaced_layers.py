@@ -86,11 +86,10 @@ def _replace_on_cpu(loaded: LoadedModel, page_size: int) -> None:
     if not isinstance(decoder, KernelDecoder):
         return
     with _prompt(runner, runner.backend, pool) as (tokens, positions, step):
+        _check(model, "the embedding", decoder.embedded(tokens), records[0].entering)
         for record, rule, layer in zip(records, seen.rules, decoder.layers, strict=True):
             _check_layer(model, record, rule, layer, decoder.rotation(layer, positions, len(positions)), step)
-        if not decoder.has_experts:
-            found = decoder.normed(tokens, positions, step).float()
-            _refuse(model, "embeddings, layers and the last norm", found - own, _tolerance(model) * own.norm())
+        _check(model, "the last norm", decoder.norm(records[-1].leaving), own)
 
 
 def _pool(page_size: int) -> PagePool:
@@ -153,8 +152,7 @@ def _check_layer(
         )
     residual = record.entering.clone()
     attended, normed = layer.attended(residual, rotation, step)
-    tolerance = _OF_OPERATION * _TOLERANCES[model.dtype]
-    _refuse(model, f"the attention of {place}", attended - record.attended, tolerance * record.attended.norm())
+    _check(model, f"the attention of {place}", attended, record.attended)
     if layer.experts is not None:
         # A rounding can choose another expert, whose output is another.
         return
@@ -162,7 +160,12 @@ def _check_layer(
     # Sums are rounded as well as what is added.
     rounding = torch.finfo(model.dtype).eps * record.leaving.norm()
     added = (record.leaving - record.entering).norm()
-    _refuse(model, f"the MLP or the norms of {place}", residual - record.leaving, tolerance * added + 2 * rounding)
+    limit = _OF_OPERATION * _TOLERANCES[model.dtype] * added + 2 * rounding
+    _refuse(model, f"the MLP or the norms of {place}", residual - record.leaving, limit)
+
+
+def _check(model: PreTrainedModel, what: str, found: torch.Tensor, own: torch.Tensor) -> None:
+    _refuse(model, what, found - own, _OF_OPERATION * _TOLERANCES[model.dtype] * own.norm())
 
 
 def _refuse(model: PreTrainedModel, what: str, error: torch.Tensor, limit: torch.Tensor) -> None:

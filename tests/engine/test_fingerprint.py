@@ -17,7 +17,7 @@ from spool.engine.errors import UnsupportedModelError
 from spool.engine.exactness.fingerprint import folder_parts
 from spool.engine.models.loading import load_target_engine
 from spool.engine.settings import EngineSettings
-from tests.support.tiny_models import TORCH_SHAPE, save_tiny_pair
+from tests.support.tiny_models import save_tiny_pair
 
 SETTINGS = {"threads": 1, "page_size": 16, "kv_pages": 8, "max_num_batched_tokens": 96}
 
@@ -95,7 +95,7 @@ def test_universal_targets_read_the_kv_of_each_other(settings: EngineSettings) -
     assert layouts[0] != layouts[1]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["apertus", "qwen3_moe"])
 def test_universal_numerics_are_refused_where_they_are_not_to_be_had(family: str, tmp_path: Path) -> None:
     settings = EngineSettings(str(save_tiny_pair(family, tmp_path)[0]), numerics="universal", exact=False, **SETTINGS)
     with pytest.raises(UnsupportedModelError, match=f"numerics is 'universal', must be 'auto' for .*{family}-target"):
@@ -141,8 +141,8 @@ def test_large_files_are_read_once_unless_they_are_written_to(tmp_path: Path, mo
 
 
 def test_where_libraries_compute_shapes_and_threads_count(tmp_path: Path) -> None:
-    """Norms and rotations of this model are torch's."""
-    folder = str(save_tiny_pair("llama", tmp_path, **TORCH_SHAPE)[0])
+    """Norms and rotations of this family are torch's."""
+    folder = str(save_tiny_pair("apertus", tmp_path)[0])
     settings = EngineSettings(folder, dtype="float32", exact=False, **SETTINGS)
     one, two = parts_of(settings), parts_of(replace(settings, threads=2, max_num_batched_tokens=64, page_size=32))
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ _SHAPE = {
 """What the CPU kernels take, on pages of 16 positions. Exact mode then has little to try out when a model loads."""
 
 TORCH_SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "head_dim": 8}
-"""What they take filled up with zeros, and not as whole layers: torch computes what lies between."""
+"""Heads that they take filled up with zeros."""
 
 WIDE_SHAPE = {"hidden_size": 1024, "head_dim": 64}
 """Wide enough that torch's sums over a row have another order where there are few rows, on a GPU."""
