@@ -26,7 +26,7 @@ from spool.engine.cpu.kernels import (
 )
 from spool.engine.cpu.linear import kernel_linear
 from spool.engine.layers.describing import describe
-from spool.engine.layers.description import Activation, Decoder, DecoderLayer, LayerWeights, Norm
+from spool.engine.layers.description import Activation, Decoder, DecoderLayer, LayerWeights
 from spool.engine.layers.rotation import RotationTable
 from spool.engine.parallel.layers import SummedLinear
 
@@ -55,25 +55,19 @@ class KernelLayer(nn.Module):
 
     @property
     def described(self) -> tuple[object, ...]:
-        """Of what the layer computes, all but weights and sizes; at the end, by name, what Llama's has otherwise."""
+        """Of what the layer computes, all but weights and sizes; at the end what Llama's has otherwise."""
         layer, heads, rule = self.description, self.description.head_norms, kernel_rule(self.description.rule)
-        of_heads = None if heads is None else heads.queries
-        norms = {"attention": layer.attention_norm, "mlp": layer.mlp_norm, "heads": of_heads}
-        epsilons = [None if norm is None else norm.epsilon for norm in norms.values()]
-        post_norms = {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
-        more: dict[str, object] = {name: kind for name, norm in norms.items() if (kind := _kind(norm)) is not None}
-        more |= {name: (norm.epsilon, _kind(norm)) for name, norm in post_norms.items() if norm is not None}
-        usual: dict[str, tuple[object, object]] = {
-            "heads are": ((heads.whole, heads.after_rotation) if heads else None, (False, False) if heads else None),
-            "activation": (layer.activation, Activation.SILU),
-            "gated": (layer.gated, True),
-            "multiplier": (layer.multiplier, 1.0),
-            "parallel": (layer.parallel, False),
-            "rotation": (layer.rotation, 0),
-            "sinks": (layer.rule.sinks is not None, False),
-        }
-        more |= {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
-        return (*epsilons, rule.window, rule.scaling, rule.cap, *([more] if more else []))
+        norms = [layer.attention_norm, layer.mlp_norm, None if heads is None else heads.queries]
+        post_norms = [layer.attention_post_norm, layer.mlp_post_norm]
+        epsilons = [None if norm is None else norm.epsilon for norm in norms]
+        kinds = [norm is not None and (norm.centred, norm.bias is not None) for norm in norms]
+        more = (
+            [kind or (False, False) for kind in kinds],
+            [norm and (norm.epsilon, norm.centred, norm.bias is not None) for norm in post_norms],
+            (False, False) if heads is None else (heads.whole, heads.after_rotation),
+            (layer.activation, layer.gated, layer.multiplier, layer.parallel, layer.rotation, bool(rule.sinks)),
+        )
+        return (*epsilons, rule.window, rule.scaling, rule.cap, *(() if more == _OF_LLAMA else (more,)))
 
     def pointers(self) -> KernelLayerWeights:
         """For a whole layer, which ends behind attention if it has experts. They point to what this object keeps."""
@@ -131,10 +125,7 @@ class KernelLayer(nn.Module):
         kernels.add(residual, added, layer.mlp_post_norm, layer.multiplier)
 
 
-def _kind(norm: Norm | None) -> tuple[bool, bool] | None:
-    """Of a norm that is not Llama's, whether it is centred, and has a bias."""
-    kind = (norm.centred, norm.bias is not None) if norm is not None else (False, False)
-    return kind if any(kind) else None
+_OF_LLAMA = ([(False, False)] * 3, [None, None], (False, False), (Activation.SILU, True, 1.0, False, 0, False))
 
 
 class KernelDecoder(nn.Module):
@@ -164,19 +155,14 @@ class KernelDecoder(nn.Module):
 
     @property
     def described(self) -> str:
-        """Of what the decoder computes, all but weights; at the end, by name, what Llama's has otherwise."""
+        """Of what the decoder computes, all but weights; at the end what Llama's has otherwise."""
         decoder, (rotation, *others) = self._decoder, [rotation.described for rotation in self._rotations]
-        usual: dict[str, tuple[object, object]] = {
-            "norm": (_kind(decoder.norm), None),
-            "rotations": (others, []),
-            "embedding_multiplier": (decoder.embedding_multiplier, 1.0),
-            "embedding_norm": (decoder.embedding_norm and decoder.embedding_norm.epsilon, None),
-            "head_multiplier": (decoder.head_multiplier, 1.0),
-            "head_cap": (decoder.head_cap, None),
-        }
-        more = {name: value for name, (value, of_llama) in usual.items() if value != of_llama}
+        before = None if decoder.embedding_norm is None else decoder.embedding_norm.epsilon
+        norm = (decoder.norm.centred, decoder.norm.bias is not None)
+        more = (norm, others, decoder.embedding_multiplier, before, decoder.head_multiplier, decoder.head_cap)
+        of_llama = ((False, False), [], 1.0, None, 1.0, None)
         layers = [layer.described for layer in self.layers]
-        return repr((layers, decoder.norm.epsilon, rotation, *([more] if more else [])))
+        return repr((layers, decoder.norm.epsilon, rotation, *(() if more == of_llama else (more,))))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens

@@ -242,7 +242,7 @@ def test_a_head_of_its_own_beside_an_embedding_of_codes_is_used(tmp_path: Path) 
     assert torch.equal(model.get_output_embeddings().weight, stored["lm_head.weight"])
 
 
-def test_the_page_of_models_lists_what_stays_packed() -> None:
+def test_the_page_of_models_lists_the_files_that_are_read() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Quantised weights")[2].partition("\n## ")[0]
     lists = [{*re.findall(r"[\w-]+", found)} for found in re.findall(r"(?:`[\w-]+`,\s+)+`[\w-]+`", section)]
-    assert lists == [set(ARCHITECTURES), set(PRES), set(DENSE_FAMILIES)]
+    assert lists == [set(ARCHITECTURES), set(PRES)]
