@@ -170,7 +170,7 @@ def _rotations(
         if name in tables:
             continue
         half = -(-_head_dim(attention) // head_multiple) * head_multiple // 2
-        frequencies = torch.zeros(half, dtype=torch.float32)
+        frequencies = torch.zeros(half, dtype=torch.float32, device=decoder.device)
         scalings, turned = torch.ones_like(frequencies), 0
         if name != _NO_ROTATION:
             own = getattr(rotary, f"{name}_inv_freq" if name else "inv_freq").float()
@@ -179,7 +179,7 @@ def _rotations(
             scalings[: len(own)] = getattr(rotary, f"{name}_attention_scaling" if name else "attention_scaling")
         tables[name] = len(found), turned
         angles = torch.float32 if family.exact_angles else dtype
-        found.append(Rotation(frequencies.to(decoder.device), scalings.to(decoder.device), angles))
+        found.append(Rotation(frequencies, scalings, angles))
     return found, tables
 
 

@@ -260,7 +260,7 @@ def _weights_digest(model: PreTrainedModel) -> bytes:
 
 def _conditions(loaded: LoadedModel, settings: EngineSettings, description: EngineDescription) -> str:
     """In exact mode names all but the weights that the bits of KV depend on."""
-    if loaded.universal:
+    if loaded.universal or (settings.exact and loaded.by_cpu_kernels):
         return f"{description.fingerprint} {settings.page_size}"
     key = calibration_key(loaded.model, settings, loaded.kernel_identity)
     key = key if settings.exact else str(settings.tensor_parallel_size)

@@ -150,7 +150,8 @@ def test_sequences_end_where_the_settings_say(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calibration_is_stored_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = save_tiny_pair("apertus", tmp_path)[0]
     (tmp_path / "cpu-kernels").symlink_to(cache_folder() / "cpu-kernels")
     monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
     first = load(folder, exact=True)

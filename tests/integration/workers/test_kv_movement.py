@@ -260,7 +260,7 @@ def test_kv_moves_to_no_target_with_another_compute_digest(target_folder: Path, 
     """Where fingerprints tell that targets are not alike, sequences end where they are; else their KV is computed anew,
     as the digest is another."""
     plain, _ = asyncio.run(moved([load(target_folder)], leaves=False))
-    executors = [load(target_folder, tells), load(target_folder, tells, max_num_batched_tokens=48)]
+    executors = [load(target_folder, tells), load(target_folder, tells, numerics="universal")]
     outputs, service = asyncio.run(moved(executors, leaves=True))
     moves = service.core.snapshot().moves
     assert moves.moves == 0
