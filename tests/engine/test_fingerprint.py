@@ -85,10 +85,13 @@ def test_universal_numerics_depend_on_no_processor(
     assert different(parts_of(replace(universal, **change)), parts) == changed
 
 
-def test_universal_targets_read_the_kv_of_each_other(settings: EngineSettings) -> None:
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_universal_targets_read_the_kv_of_each_other(settings: EngineSettings, portable: bool) -> None:
+    """Compiling the portable kernels takes a minute."""
+    isas = [isa for isa in available_isas() if portable or isa.name != "portable"] or available_isas()
     layouts = [
         load_target_engine(replace(settings, **change), lambda *_: None).kv_store.layout
-        for isa in available_isas()
+        for isa in isas
         for change in ({"cpu_isa": isa.name, "quantization": "int4"}, {"cpu_isa": isa.name, "numerics": "universal"})
     ]
     assert len(set(layouts[::2])) == len(set(layouts[1::2])) == 1
