@@ -62,11 +62,15 @@ def test_a_described_family_gives_the_tokens_of_generate(family: str, tmp_path: 
     assert found[-1:] == decoded(engine, PROMPTS[-1:], NEW_TOKENS)
 
 
-@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize(
-    "isa", [isa.name for isa in available_isas() if isa.name in ("avx2", available_isas()[0].name)]
+    ("isa", "family"),
+    [
+        pytest.param(isa, family, marks=[] if family in QUICK else pytest.mark.long if place else pytest.mark.slow)
+        for place, isa in enumerate(ISAS)
+        for family in sorted(FAMILIES)
+    ],
 )
-def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, isa: str) -> None:
+def test_logits_are_as_close_to_float32_as_those_of_transformers(isa: str, family: str) -> None:
     exact = spread_model(tiny_config(family, KERNEL_SIZES))
     eager = copy.deepcopy(exact).bfloat16()
     exact = copy.deepcopy(eager).float()

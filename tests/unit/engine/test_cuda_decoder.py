@@ -180,10 +180,19 @@ def model_of_family(family: str, **more: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+KINDS = (
+    *("llama", "qwen3", "gemma3_text", "olmo2", "cohere2", "phi", "glm4", "granite", "gpt_neox", "exaone4"),
+    *("nanochat", "hunyuan_v1_dense"),
 )
+"""Families whose layers differ in what lies between products and attention."""
+
+
+def mark_of(family: str) -> list[pytest.MarkDecorator]:
+    return [] if family in QUICK else [pytest.mark.slow if family in KINDS else pytest.mark.long]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=mark_of(family)) for family in FAMILIES])
 def test_all_described_families_give_the_logits_of_transformers(
     fused_decoder: ModuleType, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,12 +252,6 @@ def on_kernels(model: PreTrainedModel) -> LoadedModel:
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, gpu)
     loaded.replace_layers()
     return loaded
-
-
-KINDS = (
-    *("llama", "qwen3", "gemma3_text", "olmo2", "cohere2", "phi", "glm4", "granite", "gpt_neox", "exaone4"),
-    *("nanochat", "hunyuan_v1_dense"),
-)
 
 
 @pytest.mark.parametrize(
