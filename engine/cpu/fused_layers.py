@@ -160,7 +160,7 @@ class KernelDecoder(nn.Module):
         before = None if decoder.embedding_norm is None else decoder.embedding_norm.epsilon
         norm = (decoder.norm.centred, decoder.norm.bias is not None)
         more = (norm, others, decoder.embedding_multiplier, before, decoder.head_multiplier, decoder.head_cap)
-        of_llama = ((False, False), [], 1.0, None, 1.0, None)
+        of_llama: tuple[object, ...] = ((False, False), [], 1.0, None, 1.0, None)
         layers = [layer.described for layer in self.layers]
         return repr((layers, decoder.norm.epsilon, rotation, *(() if more == of_llama else (more,))))
 
