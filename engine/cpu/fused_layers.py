@@ -246,13 +246,11 @@ def _part(array: ctypes.Array[Any], first: int, end: int) -> ctypes.Array[Any]:
     return (kind * (end - first)).from_buffer(array, first * ctypes.sizeof(kind))
 
 
-def fuse_decoder(model: PreTrainedModel, kernels: CpuKernels) -> bool:
-    """Replaces the decoder of a model on a CPU by one of kernels, in place. False, and nothing replaced, for a model
-    without a description, or with sizes that the kernels do not take."""
+def fuse_decoder(model: PreTrainedModel, kernels: CpuKernels) -> None:
+    """Replaces the decoder of a model on a CPU by one of kernels, in place. A model without a description, or with
+    sizes that the kernels do not take, stays as it is."""
     if not kernels.takes(model.get_input_embeddings().weight):
-        return False
+        return
     decoder = describe(model, LANES, HEAD_MULTIPLE)
-    if decoder is None:
-        return False
-    setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
-    return True
+    if decoder is not None:
+        setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))

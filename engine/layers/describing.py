@@ -120,6 +120,7 @@ def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -
         raise _NotDescribedError(f"it has linear layers of type {', '.join(sorted(others))}")
     if unknown := sorted(name for name in layer.state_dict() if not name.startswith(_known(family, mlp))):
         raise _NotDescribedError(f"its entry does not know {', '.join(unknown)}")
+    # The inputs of the projection behind attention are filled up with those of the heads.
     sizes = [linear.in_features for linear in linears if linear is not linears[len(family.qkv)]]
     if any(size % size_multiple for size in sizes):
         raise _NotDescribedError(f"it has sizes {sizes}, must be multiples of {size_multiple}")

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spool.engine.attention.backends import AttentionBackend
 from spool.engine.cpu.attention import KernelBackend
 from spool.engine.cpu.experts import replace_experts
-from spool.engine.cpu.fused_layers import KernelDecoder, fuse_decoder
-from spool.engine.cpu.kernels import LANES, CpuKernels
+from spool.engine.cpu.fused_layers import HEAD_MULTIPLE, KernelDecoder, fuse_decoder
+from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.cpu.linear import KernelLinear, replace_linears
 from spool.engine.cuda.setup import GpuPasses
 from spool.engine.kv.kv_store import kv_row_bytes
@@ -42,7 +42,7 @@ class KvShape:
 
     def for_kernels(self, kernels: CpuKernels | None) -> KvShape:
         """With the dimensions that a head has on pages: those of a CPU take multiples of 32."""
-        multiple = 1 if kernels is None else 2 * LANES
+        multiple = 1 if kernels is None else HEAD_MULTIPLE
         return replace(self, head_dim=-(-self.head_dim // multiple) * multiple)
 
     def bytes_of_layer(self, dtype: torch.dtype, quantized: bool = False) -> int:

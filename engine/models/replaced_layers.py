@@ -64,7 +64,7 @@ def _replace_on_gpu(loaded: LoadedModel, page_size: int) -> None:
         for context in (gpu.made_ahead(), nullcontext()):
             with context, _prompt(runner, runner.backend, pool) as prompt:
                 found = _hidden_states(model, *prompt)
-        _refuse(model, what, found - own, _tolerance(model) * own.norm())
+        _refuse(model, what, found - own, _tolerance(model) * _norm(own))
 
     loaded.replace_layers(check)
 
@@ -156,30 +156,35 @@ def _check_layer(
     if layer.experts is not None:
         # A rounding can choose another expert, whose output is another.
         return
-    layer.add(residual, attended.clone(), normed)
+    layer.add(residual, attended, normed)
     # Sums are rounded as well as what is added.
-    rounding = torch.finfo(model.dtype).eps * record.leaving.norm()
-    added = (record.leaving - record.entering).norm()
+    rounding = torch.finfo(model.dtype).eps * _norm(record.leaving)
+    added = _norm(record.leaving - record.entering)
     limit = _OF_OPERATION * _TOLERANCES[model.dtype] * added + 2 * rounding
     _refuse(model, f"the MLP or the norms of {place}", residual - record.leaving, limit)
 
 
 def _check(model: PreTrainedModel, what: str, found: torch.Tensor, own: torch.Tensor) -> None:
-    _refuse(model, what, found - own, _OF_OPERATION * _TOLERANCES[model.dtype] * own.norm())
+    _refuse(model, what, found - own, _OF_OPERATION * _TOLERANCES[model.dtype] * _norm(own))
 
 
-def _refuse(model: PreTrainedModel, what: str, error: torch.Tensor, limit: torch.Tensor) -> None:
+def _norm(numbers: torch.Tensor) -> float:
+    """In float32: a norm in float16 is soon infinite."""
+    return float(numbers.float().norm())
+
+
+def _refuse(model: PreTrainedModel, what: str, error: torch.Tensor, limit: float) -> None:
     """Raises UnsupportedModelError where the error's norm is above the limit."""
-    if not (norm := float(error.norm())) <= float(limit):
+    if not (norm := _norm(error)) <= limit:
         raise UnsupportedModelError(
             f"{model.config.model_type} computes something else with Spool's layers than with transformers' own: "
-            f"{what} is {norm:.2g} off, must be at most {float(limit):.2g}"
+            f"{what} is {norm:.2g} off, must be at most {limit:.2g}"
         )
 
 
 class _Record:
-    """Of one layer in a pass, what it reads, what its attention gives, and what it gives, float32
-    `[tokens, hidden]`."""
+    """Of one layer in a pass, what it reads, what its attention gives, and what it gives, `[tokens, hidden]` in the
+    model's dtype."""
 
     entering: torch.Tensor
     attended: torch.Tensor

@@ -138,7 +138,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, family: str, **wrong: Any) -> None:
         ("nanochat", {"embedding_norm": None}, "the embedding"),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16"))]
+)
 def test_a_wrong_description_is_refused(
     family: str, wrong: dict[str, Any], what: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
