@@ -17,8 +17,8 @@ from bench.step_times import PAGES, step_times
 from spool.engine.cpu.isa import AUTO, CPU_ISAS
 from spool.engine.demo.build import build_demo_models
 from spool.engine.models.loading import load_target_engine
+from spool.engine.models.source import DemoPart
 from spool.engine.settings import EngineSettings
-from spool.scheduler.messages import Role
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
-    folder = Path(options.target or build_demo_models(lambda *_: None)[Role.TARGET])
+    folder = Path(options.target or build_demo_models(lambda *_: None, [DemoPart.TARGET])[DemoPart.TARGET])
     settings = {"quantization": "none", "cpu_isa": options.cpu_isa, "threads": options.threads, "kv_pages": PAGES}
     engines = {
         numerics: load_target_engine(EngineSettings(str(folder), numerics=numerics, **settings), lambda *_: None)

@@ -44,10 +44,11 @@ def prepare_models(config: SpoolConfig, reporter: Reporter) -> ReadyModels:
     models, max_model_len = config.models, config.engine.max_model_len
     target_folder = fetch(models.target, Role.TARGET, reporter)
     draft_folder = None
-    if models.drafts_with_model:
+    head = config.draft_head
+    if head is not None and head != MTP:
+        fetch(head, Role.DRAFT, reporter)
+    elif models.drafts_with_model:
         draft_folder = fetch(models.draft_name, Role.DRAFT, reporter)
-    elif models.drafts_with_head and models.draft_name != MTP:
-        fetch(models.draft_name, Role.DRAFT, reporter)
     try:
         tokenizer = ModelTokenizer(target_folder, models.template_text())
         if models.chat_template is not None:

@@ -18,8 +18,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from spool.engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
-from spool.scheduler.messages import Role
+from spool.engine.models.source import CACHE_VARIABLE, DemoPart, demo_folder, demo_is_built
 from spool.services.launch.process_tuning import compute_environment
 from tests.support.quick_clients import share_authorities
 from tests.support.quick_interpreter import quicken
@@ -31,7 +30,7 @@ ACCEPTED_SKIPS = ("no GPU", "another processor", "no podman", "no network namesp
 RUN_VARIABLE = "SPOOL_TEST_RUN"
 """The folder of this test run; pytest-xdist's workers get the name from the process that starts them."""
 
-DEMO = (Role.TARGET, Role.DRAFT)
+DEMO = tuple(DemoPart)
 
 OF_THE_REST = 4
 """One in so many of what a sample leaves out of the loop is run by `make test-all`, where the sample says no other."""
@@ -71,20 +70,20 @@ def _begin_run(config: pytest.Config) -> None:
     by an earlier run, in pytest's. Building them takes a minute. And libraries of CPU kernels are those that earlier
     runs of this checkout have compiled: their names say of what sources, by what compiler and for what.
     """
-    found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)}
+    found = {part: demo_folder(part) for part in DEMO if demo_is_built(part)}
     run = Path(tempfile.mkdtemp(prefix="spool-tests-"))
     os.environ[RUN_VARIABLE] = str(run)
     cache = run / "cache"
     cache.mkdir()
     with _cache_at(_kept(config)):
-        found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)} | found
+        found = {part: demo_folder(part) for part in DEMO if demo_is_built(part)} | found
     os.environ[CACHE_VARIABLE] = str(cache)
     kernels = _kept(config).with_name("cpu-kernels")
     kernels.mkdir(mode=0o700, exist_ok=True)
     (cache / kernels.name).symlink_to(kernels)
     if len(found) == len(DEMO):
-        for role, folder in found.items():
-            demo_folder(role).symlink_to(folder.resolve())
+        for part, folder in found.items():
+            demo_folder(part).symlink_to(folder.resolve())
 
 
 def _end_run(config: pytest.Config) -> None:
@@ -92,7 +91,7 @@ def _end_run(config: pytest.Config) -> None:
     if run is None:
         return
     with _cache_at(Path(run) / "cache"):
-        built = [demo_folder(role) for role in DEMO if demo_is_built(role) and not demo_folder(role).is_symlink()]
+        built = [demo_folder(part) for part in DEMO if demo_is_built(part) and not demo_folder(part).is_symlink()]
     if len(built) == len(DEMO):
         kept = _kept(config)
         for folder in built:

@@ -46,8 +46,8 @@ class ModelsSection(Section):
     )
     draft: str | None = described(
         None,
-        "Draft model: `demo`, a folder, a GGUF file, a hub id, `mtp` (the target's MTP layer), `ngram` (prompt lookup) "
-        "or `none`. Unset: demo for the demo target, else ngram.",
+        "Draft: `demo` (for the demo target a head, in draft workers a model), a folder, a GGUF file, a hub id, `mtp` "
+        "(the target's MTP layer), `ngram` (prompt lookup) or `none`. Unset: demo for the demo target, else ngram.",
     )
     draft_kind: Literal["auto", "model", "head"] = described(
         "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
@@ -95,7 +95,7 @@ class ModelsSection(Section):
                 yield f"{name} is empty, must name a model"
         if self.target in (NGRAM, NO_DRAFT):
             yield f"target is {self.target!r}, must be a model: that is a way to draft"
-        if self.draft_kind == "head" and self.draft_name in (DEMO, NGRAM, NO_DRAFT):
+        if self.draft_kind == "head" and self.draft_name in (NGRAM, NO_DRAFT):
             yield f"draft_kind is head, must be auto where draft is {self.draft_name}"
         elif self.draft_lookup and self.draft_name in (NGRAM, NO_DRAFT):
             yield f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}"
@@ -127,7 +127,8 @@ class ModelsSection(Section):
 
     @property
     def drafts_with_head(self) -> bool:
-        """Whether the draft is a drafting head, which runs in the targets' workers."""
+        """Whether the draft is a drafting head, which runs in the targets' workers. The demo's draft is one, too, where
+        it has no workers: `SpoolConfig.draft_head`."""
         if self.draft_kind != "auto":
             return self.draft_kind == "head"
         return self.draft_name not in (DEMO, NGRAM, NO_DRAFT) and is_drafting_head(self.draft_name)
@@ -185,7 +186,13 @@ class EngineSection(Section):
         return self.tensor_parallel_size if role is Role.TARGET else 1
 
     def for_worker(
-        self, models: ModelsSection, role: Role, device: str, threads: int, kv_memory: int | None
+        self,
+        models: ModelsSection,
+        role: Role,
+        device: str,
+        threads: int,
+        kv_memory: int | None,
+        draft_head: str | None,
     ) -> EngineSettings:
         """Settings of a worker's engine that loads one of `models`."""
         is_draft = role is Role.DRAFT
@@ -200,7 +207,7 @@ class EngineSection(Section):
             "exact": models.exact,
             "target": models.target if is_draft else None,
             "ignore_tensors": models.ignore_tensors,
-            "draft_head": models.draft_name if not is_draft and models.drafts_with_head else None,
+            "draft_head": None if is_draft else draft_head,
             "draft_ahead": models.draft_ahead,
             "tensor_parallel_size": self.ranks(role),
         }

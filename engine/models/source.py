@@ -11,8 +11,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,6 +22,7 @@ from spool.scheduler.errors import SpoolError
 from spool.scheduler.messages import Role
 
 DEMO = "demo"
+DEMO_HEAD = "demo-head"
 CACHE_VARIABLE = "SPOOL_CACHE"
 
 # Raised when the way of building the demo models changes, so that folders built in an older one are built again.
@@ -32,7 +33,10 @@ GGUF_WEIGHTS = "model.gguf"
 CHAT_TEMPLATE = "chat_template.jinja"
 # A GGUF file says itself what they say of other models.
 _NOT_BESIDE_GGUF = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_ASSETS = (".safetensors", ".json")
+DRAFT_VOCABULARY = "draft_vocabulary.json"
+"""In a draft's folder, the tokens that it may propose."""
+TRAINED_LAYERS = "trained_layers.safetensors"
+TRAINED_HEAD = "trained_head.safetensors"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weights in pickle files (.bin) are taken only from models that have no others.
@@ -44,6 +48,18 @@ Progress = Callable[[str, float | None], None]
 
 class ModelNotFoundError(SpoolError, ValueError):
     """The name is neither a built-in model, nor a folder or file with a model, nor a model that the hub has."""
+
+
+class DemoPart(StrEnum):
+    """The models that the demo is made of, by the names of their folders: a target, and what drafts for it, a model or
+    a head."""
+
+    TARGET = "demo-target"
+    DRAFT = "demo-draft"
+    HEAD = "demo-head"
+
+
+_ASSETS = {DemoPart.DRAFT: (TRAINED_LAYERS, DRAFT_VOCABULARY), DemoPart.HEAD: (TRAINED_HEAD, DRAFT_VOCABULARY)}
 
 
 class SourceKind(Enum):
@@ -70,7 +86,14 @@ class ModelSource:
         """Whether the model can be loaded without building or downloading anything."""
         if self.folder is None:
             return False
-        return self.kind is not SourceKind.DEMO or demo_is_built(self.role)
+        return self.kind is not SourceKind.DEMO or demo_is_built(self.demo_part)
+
+    @property
+    def demo_part(self) -> DemoPart:
+        """Of the demo."""
+        if self.name == DEMO_HEAD:
+            return DemoPart.HEAD
+        return DemoPart.TARGET if self.role is Role.TARGET else DemoPart.DRAFT
 
 
 def cache_folder() -> Path:
@@ -82,13 +105,12 @@ def cache_folder() -> Path:
     return Path(user_cache_dir("spool"))
 
 
-def demo_folder(role: Role) -> Path:
-    return cache_folder() / f"demo-{role.value}"
+def demo_folder(part: DemoPart) -> Path:
+    return cache_folder() / part.value
 
 
 def demo_assets() -> Traversable:
-    """What engine/demo/assets has of the demo models: of the draft, trained layers and, if there is one, a
-    vocabulary; and a chat template."""
+    """What engine/demo/assets has of the demo models: what was trained, a draft vocabulary, and a chat template."""
     return resources.files("spool.engine.demo") / "assets"
 
 
@@ -97,28 +119,22 @@ def demo_chat_template() -> str:
     return (demo_assets() / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def demo_marker(role: Role) -> dict[str, object]:
+def demo_marker(part: DemoPart) -> dict[str, object]:
     """What the marker in the folder of a demo model says about how it was built.
 
-    The draft's names its assets by their contents, so that a folder made of others is built again.
+    It names assets by their contents, so that a folder made of others is built again.
     """
-    if role is Role.TARGET:
-        return {"recipe": DEMO_RECIPE}
-    assets = sorted(
-        (file for file in demo_assets().iterdir() if file.name.endswith(_ASSETS)), key=lambda file: file.name
-    )
-    return {
-        "recipe": DEMO_RECIPE,
-        "assets": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in assets},
-    }
+    assets = [demo_assets() / name for name in _ASSETS.get(part, ())]
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in assets}
+    return {"recipe": DEMO_RECIPE, **({"assets": digests} if digests else {})}
 
 
-def demo_is_built(role: Role) -> bool:
+def demo_is_built(part: DemoPart) -> bool:
     """Whether the demo model is there as it would be built now, with all its files in full length."""
-    folder = demo_folder(role)
+    folder = demo_folder(part)
     try:
         marker = json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))
-        if any(marker.get(name) != value for name, value in demo_marker(role).items()):
+        if any(marker.get(name) != value for name, value in demo_marker(part).items()):
             return False
         return all((folder / name).stat().st_size == size for name, size in marker["files"].items())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -133,12 +149,14 @@ def weights_path(folder: Path) -> Path:
 
 
 def resolve_model(name: str, role: Role) -> ModelSource:
-    """Finds out what `name` means: `demo`, a folder, a GGUF file, or a hub id (looked up in the local hub cache only).
+    """Finds out what `name` means: `demo`, `demo-head`, a folder, a GGUF file, or a hub id, looked up in the local hub
+    cache only.
 
     Raises `ModelNotFoundError` for a name that cannot be any of them.
     """
-    if name == DEMO:
-        return ModelSource(name, SourceKind.DEMO, demo_folder(role), role)
+    if name in (DEMO, DEMO_HEAD):
+        demo = ModelSource(name, SourceKind.DEMO, None, role)
+        return replace(demo, folder=demo_folder(demo.demo_part))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -20,8 +20,8 @@ from spool.engine.drafting.prompt_lookup import TokenPlaces
 from spool.engine.errors import DraftVocabularyError, TokenizerError
 from spool.engine.kv.pages import PageTable
 from spool.engine.models import loading
-from spool.engine.models.draft_vocabulary import FILE_NAME
 from spool.engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine
+from spool.engine.models.source import DRAFT_VOCABULARY
 from spool.engine.sampling.context import SamplingContext
 from spool.engine.sampling.sampler import sample_tokens
 from spool.engine.settings import EngineSettings
@@ -67,7 +67,7 @@ def save(folder: Path, family: str, token_ids: list[int] | None = None, tied: bo
         model.tie_weights()
     model.save_pretrained(folder)
     if token_ids is not None:
-        (folder / FILE_NAME).write_text(json.dumps({"token_ids": token_ids}))
+        (folder / DRAFT_VOCABULARY).write_text(json.dumps({"token_ids": token_ids}))
     return folder
 
 
@@ -159,7 +159,7 @@ def test_a_smaller_vocabulary_proposes_of_its_tokens(models: Path, own: list[int
     folder = shutil.copytree(models / "fewer", tmp_path / "draft")
     known = sorted(KNOWN if own is None else [KNOWN[number] for number in own])
     if own is not None:
-        (folder / FILE_NAME).write_text(json.dumps({"token_ids": own}))
+        (folder / DRAFT_VOCABULARY).write_text(json.dumps({"token_ids": own}))
     reference = AutoModelForCausalLM.from_pretrained(models / "draft", dtype=torch.float32)
     engine = load(folder, target=str(models / "target"))
     assert engine.description.vocabulary_size == VOCABULARY

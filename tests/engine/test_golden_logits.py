@@ -24,7 +24,7 @@ from spool.engine.demo.build import build_demo_models
 from spool.engine.kv.pages import PagePool
 from spool.engine.models.fetching import fetch_model
 from spool.engine.models.reading import read_model
-from spool.engine.models.source import resolve_model
+from spool.engine.models.source import DemoPart, resolve_model
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.settings import EngineSettings
 from spool.scheduler.messages import Role
@@ -146,7 +146,7 @@ def test_many_rows_of_all_forms_give_the_golden_logits(
 @pytest.mark.parametrize("build", SOME, ids=named)
 def test_the_demo_gives_the_golden_logits(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = kernels_of(build, monkeypatch)
-    folder = build_demo_models(lambda *_: None)[Role.TARGET]
+    folder = build_demo_models(lambda *_: None, [DemoPart.TARGET])[DemoPart.TARGET]
     torch.set_num_threads(2)
     assert digest_of(folder, kernels, "auto", "auto", ROWS) == GOLDEN[str(ROWS)]["demo"]
 

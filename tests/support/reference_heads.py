@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 class ReferenceHead(ABC):
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], target: PreTrainedModel) -> None:
-        self.tensors, self.config, self.target = tensors, config, target.float()
+        self.tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+        self.config, self.target = config, target.float()
 
     @torch.no_grad()
     def proposal(self, tokens: Sequence[int], length: int, first: int = 0) -> list[int]:

@@ -158,7 +158,10 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
         ("groups: {draft: {num_gpus: 2}}", "groups.draft.num_gpus is "),
         ("models: {device: cpu}\ngroups: {target: {num_gpus: 1}}", "must be 0 or unset where"),
         ("models: {device: cuda}\ngroups: {target: {num_gpus: 0}}", "must be above 0 where"),
-        ("models: {draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_memory: 1GiB}}", "needs a kv_memory for"),
+        (
+            "models: {draft: a/b, draft_in: targets}\ngroups: {target: {num_gpus: 0.5, kv_memory: 1GiB}}",
+            "needs a kv_memory for",
+        ),
     ],
 )
 def test_gpus_are_neither_shared_nor_reserved_by_accident(file: Path, content: str, message: str) -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from spool.engine.errors import DraftVocabularyError
-from spool.engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from spool.engine.models.draft_vocabulary import read_draft_vocabulary
+from spool.engine.models.source import DRAFT_VOCABULARY
 
 
 def test_ids_are_read_as_they_stand(tmp_path: Path) -> None:
     assert read_draft_vocabulary(tmp_path, 10) is None
-    (tmp_path / FILE_NAME).write_text('{"token_ids": [0, 3, 9]}')
+    (tmp_path / DRAFT_VOCABULARY).write_text('{"token_ids": [0, 3, 9]}')
     token_ids = read_draft_vocabulary(tmp_path, 10)
     assert token_ids is not None
     assert token_ids.dtype == torch.int64
@@ -44,7 +45,7 @@ def test_ids_are_read_as_they_stand(tmp_path: Path) -> None:
     ids=range(16),
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, content: str | bytes, problem: str) -> None:
-    path = tmp_path / FILE_NAME
+    path = tmp_path / DRAFT_VOCABULARY
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     rest = "[^\n]+" if problem.endswith(": ") else ""
     with pytest.raises(DraftVocabularyError, match=f"^{re.escape(str(path))}:? {re.escape(problem)}{rest}$"):

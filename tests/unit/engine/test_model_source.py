@@ -8,6 +8,7 @@ import pytest
 from spool.engine.models.fetching import fetch_model
 from spool.engine.models.source import (
     DEMO_MARKER,
+    DemoPart,
     ModelNotFoundError,
     SourceKind,
     demo_folder,
@@ -24,35 +25,36 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def build(role: Role, **changes: object) -> None:
-    folder = demo_folder(role)
+def build(part: DemoPart, **changes: object) -> None:
+    folder = demo_folder(part)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    marker = {**demo_marker(role), "files": {"config.json": 2}, **changes}
+    marker = {**demo_marker(part), "files": {"config.json": 2}, **changes}
     (folder / DEMO_MARKER).write_text(json.dumps(marker))
 
 
-def test_demo_is_resolved_before_it_is_built(cache: Path) -> None:
-    source = resolve_model("demo", Role.DRAFT)
-    assert (source.kind, source.folder, source.ready) == (SourceKind.DEMO, cache / "demo-draft", False)
-    build(Role.DRAFT)
+@pytest.mark.parametrize(("name", "part"), [("demo", DemoPart.DRAFT), ("demo-head", DemoPart.HEAD)])
+def test_demo_is_resolved_before_it_is_built(name: str, part: DemoPart, cache: Path) -> None:
+    source = resolve_model(name, Role.DRAFT)
+    assert (source.kind, source.folder, source.ready) == (SourceKind.DEMO, cache / part, False)
+    build(part)
     assert source.ready
-    assert fetch_model(source, lambda stage, fraction: pytest.fail("nothing to do")) == cache / "demo-draft"
+    assert fetch_model(source, lambda stage, fraction: pytest.fail("nothing to do")) == cache / part
 
 
 def test_damaged_and_outdated_demo_folders_do_not_count(cache: Path) -> None:
-    folder = demo_folder(Role.TARGET)
-    assert not demo_is_built(Role.TARGET)
-    build(Role.TARGET)
-    assert demo_is_built(Role.TARGET)
+    folder = demo_folder(DemoPart.TARGET)
+    assert not demo_is_built(DemoPart.TARGET)
+    build(DemoPart.TARGET)
+    assert demo_is_built(DemoPart.TARGET)
     (folder / "config.json").write_text("{")
-    assert not demo_is_built(Role.TARGET)
+    assert not demo_is_built(DemoPart.TARGET)
     (folder / "config.json").unlink()
-    assert not demo_is_built(Role.TARGET)
+    assert not demo_is_built(DemoPart.TARGET)
     (folder / DEMO_MARKER).write_text("[]")
-    assert not demo_is_built(Role.TARGET)
-    build(Role.DRAFT, recipe=0)
-    assert not demo_is_built(Role.DRAFT)
+    assert not demo_is_built(DemoPart.TARGET)
+    build(DemoPart.DRAFT, recipe=0)
+    assert not demo_is_built(DemoPart.DRAFT)
 
 
 def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Trains a drafting head on text that its target writes."""
