@@ -45,7 +45,7 @@ def replace_layers(loaded: LoadedModel, page_size: int) -> None:
         loaded.replace_layers()
     elif loaded.gpu is None:
         _replace_on_cpu(loaded, page_size)
-    elif any(True for _ in sparse_blocks(loaded.model)):
+    elif sparse_blocks(loaded.model):
         # A rounding can choose another expert, whose output is another.
         loaded.replace_layers()
     else:
