@@ -157,7 +157,7 @@ def test_a_wrong_description_is_refused(
         ("qwen3", {"head_norms": ("q_layernorm", "k_layernorm")}, "its entry does not know self_attn.k_norm.weight"),
         ("glm4", {"mlp_post_norm": None}, "its entry does not know post_mlp_layernorm.weight"),
         ("llama", {"softcap": "soft_cap"}, "no attribute 'soft_cap'"),
-        ("llama", {"qkv": ("q_proj", "k_proj", "v_proj", "v_proj")}, "its queries, keys and values have 320 dimensions"),
+        ("llama", {"qkv": ("q_proj", "k_proj", "v_proj", "v_proj")}, "queries, keys and values have 320 dimensions"),
     ],
 )
 def test_modules_that_an_entry_does_not_know_cost_its_family_alone(
