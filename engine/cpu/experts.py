@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spool.engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
 from spool.engine.cpu.linear import KernelLinear, kernel_linear
 from spool.engine.layers.description import Activation
-from spool.engine.layers.experts import Experts, sparse_blocks
+from spool.engine.layers.experts import Experts, replace_in_block, sparse_blocks
 from spool.engine.layers.linear import linear_of
 
 
@@ -53,10 +53,8 @@ def replace_experts(model: PreTrainedModel, kernels: CpuKernels) -> None:
         return load_cpu_kernels(dtype, lambda *_: None, kernels.isa, universal=kernels.universal)
 
     for block in sparse_blocks(model):
-        block.replace(
-            KernelExperts(block.experts, kernels),
-            lambda linear: kernel_linear(linear, kernels_of(linear.weight.dtype)),
-        )
+        experts = KernelExperts(Experts.of(block.experts), kernels)
+        replace_in_block(block, experts, lambda linear: kernel_linear(linear, kernels_of(linear.weight.dtype)))
 
 
 def _linears(weights: torch.Tensor, biases: torch.Tensor | None, kernels: CpuKernels) -> nn.ModuleList:

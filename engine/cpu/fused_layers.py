@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,11 +48,6 @@ class KernelLayer(nn.Module):
         if weights.up is not None and weights.down is not None:
             self._up = kernel_linear(weights.up, kernels)
             self._down = kernel_linear(weights.down, kernels, in_parts=True)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no other ranks share the layer."""
-        return not isinstance(self._out, SummedLinear)
 
     @property
     def described(self) -> tuple[object, ...]:
@@ -95,22 +91,20 @@ class KernelLayer(nn.Module):
 
     def attended(
         self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], paged_step: PagedStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention makes of `residual` `[rows, hidden]`, with the `signed_rotation` of the rows, and what its
-        first norm does."""
+    ) -> torch.Tensor:
+        """What attention makes of `residual` `[rows, hidden]`, with the `signed_rotation` of the rows."""
         layer, kernels = self.description, self._kernels
         kv, slots = paged_step.kv.layers[layer.index], paged_step.of(layer.index).slots
         normed = kernels.norm(residual, layer.attention_norm)
         queries = kernels.rotate_write(self._qkv(normed), rotation, slots, kv, layer.query_heads, layer.head_norms)
-        return self._out(paged_step.attend(layer.index, queries, layer.rule).flatten(1)), normed
+        return self._out(paged_step.attend(layer.index, queries, layer.rule).flatten(1))
 
-    def add(self, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> None:
+    def add(self, residual: torch.Tensor, attended: torch.Tensor) -> None:
         """Adds to `residual`, in place, what the layer adds, of what `attended` gives of it."""
         layer, kernels = self.description, self._kernels
-        if layer.parallel and layer.mlp_norm is not None:
-            normed = kernels.norm(residual, layer.mlp_norm)
+        normed = kernels.norm(residual, layer.mlp_norm or layer.attention_norm) if layer.parallel else None
         kernels.add(residual, attended, layer.attention_post_norm, layer.multiplier)
-        self.add_mlp(residual, normed if layer.parallel else None)
+        self.add_mlp(residual, normed)
 
     def add_mlp(self, residual: torch.Tensor, normed: torch.Tensor | None = None) -> None:
         """Adds to `residual` `[rows, hidden]` what the MLP makes of `normed`, or of its norm."""
@@ -119,7 +113,8 @@ class KernelLayer(nn.Module):
             normed = kernels.norm(residual, layer.mlp_norm)
         if layer.activation is not None:
             added = self._down(kernels.activate(self._up(normed), layer.activation, layer.gated))
-        elif self.experts is not None:
+        else:
+            assert self.experts is not None, "a layer has experts or an activation"
             output = self.experts(normed.unsqueeze(0))
             added = (output[0] if isinstance(output, tuple) else output)[0].contiguous()
         kernels.add(residual, added, layer.mlp_post_norm, layer.multiplier)
@@ -137,21 +132,22 @@ class KernelDecoder(nn.Module):
         self.embed_tokens = decoder.embed
         self.layers = decoder.layers
         # One after the other: of one layer at most there are two copies.
-        for place, layer in enumerate(self.layers):
-            self.layers[place] = KernelLayer(*decoder.layer(layer), kernels)
+        for place, description in enumerate(decoder.descriptions):
+            self.layers[place] = KernelLayer(description, decoder.weights(self.layers[place]), kernels)
         self._rotations = [RotationTable(rotation) for rotation in decoder.rotations]
         self._decoder = decoder
         self._kernels = kernels
         self._weights, self._scratch = (KernelLayerWeights * 0)(), 0
-        if all(layer.is_whole for layer in self.layers):
+        if not any(isinstance(module, SummedLinear) for module in self.layers.modules()):
             self._weights = (KernelLayerWeights * len(self.layers))(*(layer.pointers() for layer in self.layers))
             # Layers differ in what their MLPs need.
             self._scratch = max(kernels.layer_scratch(weights) for weights in self._weights)
+        self._experts = {place for place, layer in enumerate(self.layers) if layer.experts is not None}
         self._taps: dict[int, Callable[[torch.Tensor], None]] = {}
 
     @property
     def has_experts(self) -> bool:
-        return any(layer.experts is not None for layer in self.layers)
+        return bool(self._experts)
 
     @property
     def described(self) -> str:
@@ -212,32 +208,30 @@ class KernelDecoder(nn.Module):
         if len(plans) < len(paged_step.groups):
             raise TypeError(f"the pass attends by {type(paged_step.groups[0].plan).__name__}, must be by kernel")
         rotations = [rotation.of(positions, plans[0].longest) for rotation in self._rotations]
-        if not self._weights:
-            for place, layer in enumerate(self.layers):
-                if (take := self._taps.get(place)) is not None:
-                    take(hidden_states)
-                attended = layer.attended(hidden_states, rotations[layer.description.rotation], paged_step)
-                layer.add(hidden_states, *attended)
-            return
+        kv, descriptions, count = paged_step.kv, self._decoder.descriptions, len(self.layers)
+        # Layers of a group and a rotation share what a call is told of the pass.
+        kinds = [(group, layer.rotation) for group, layer in zip(kv.group_of, descriptions, strict=True)]
         scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
-        kv, count = paged_step.kv, len(self._weights)
-        kinds = [(kv.group_of[place], layer.description.rotation) for place, layer in enumerate(self.layers)]
         passes = {
-            kind: plans[kind[0]].layer_pass(kv, paged_step.groups[kind[0]].slots, rotations[kind[1]], scratch)
-            for kind in set(kinds)
+            (group, rotation): plans[group].layer_pass(kv, paged_step.groups[group].slots, rotations[rotation], scratch)
+            for group, rotation in set(kinds)
         }
-        changes = {place for place in range(1, count) if kinds[place] != kinds[place - 1]}
-        experts = {place + 1 for place, layer in enumerate(self.layers) if layer.experts is not None}
-        ends = sorted({*self._taps, *changes, *experts, count} - {0})
-        if 0 in self._taps:
-            self._taps[0](hidden_states)
-        for first, end in zip([0, *ends], ends, strict=False):
-            of_part = _part(kv.addresses, first, end), _part(self._weights, first, end)
-            self._kernels.layers(hidden_states, *of_part, passes[kinds[first]])
-            if end in experts:
-                self.layers[end - 1].add_mlp(hidden_states)
-            if end < count and end in self._taps:
-                self._taps[end](hidden_states)
+        starts = [
+            place
+            for place in range(count)
+            if place == 0 or kinds[place] != kinds[place - 1] or place - 1 in self._experts or place in self._taps
+        ]
+        for first, end in pairwise((*starts, count)):
+            if (take := self._taps.get(first)) is not None:
+                take(hidden_states)
+            if self._weights:
+                of_part = _part(kv.addresses, first, end), _part(self._weights, first, end)
+                self._kernels.layers(hidden_states, *of_part, passes[kinds[first]])
+                if end - 1 in self._experts:
+                    self.layers[end - 1].add_mlp(hidden_states)
+                continue
+            for layer in self.layers[first:end]:
+                layer.add(hidden_states, layer.attended(hidden_states, rotations[kinds[first][1]], paged_step))
 
 
 def _part(array: ctypes.Array[Any], first: int, end: int) -> ctypes.Array[Any]:

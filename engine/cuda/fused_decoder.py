@@ -94,8 +94,9 @@ class CudaDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = decoder.embed
         self.layers = decoder.layers
-        for place, layer in enumerate(self.layers):
-            self.layers[place] = CudaDecoderLayer(*decoder.layer(layer), make_linear, overlap)
+        for place, description in enumerate(decoder.descriptions):
+            weights = decoder.weights(self.layers[place])
+            self.layers[place] = CudaDecoderLayer(description, weights, make_linear, overlap)
         self._decoder = decoder
         self._overlap = overlap
 
@@ -118,18 +119,13 @@ class CudaDecoder(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=normed.unsqueeze(0))
 
 
-def fuse_decoder(
-    model: PreTrainedModel, make_linear: MakeLinear = lambda linear: linear, overlap: bool | None = None
-) -> bool:
-    """Replaces the decoder of a model that has a description, in place. False, and nothing replaced, where it has none.
-    `overlap`: whether kernels do, None: where the model's device can have it."""
+def fuse_decoder(model: PreTrainedModel, make_linear: MakeLinear = lambda linear: linear) -> bool:
+    """Replaces the decoder of a model that has a description, in place. False, and nothing replaced, where it has
+    none."""
     decoder = describe(model)
-    if decoder is None:
-        return False
-    if overlap is None:
-        overlap = overlaps(model.device)
-    setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear, overlap))
-    return True
+    if decoder is not None:
+        setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear, overlaps(model.device)))
+    return decoder is not None
 
 
 def _made(linear: nn.Module, make_linear: MakeLinear) -> nn.Module:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spool.engine.cuda.launches import launch
-from spool.engine.layers.experts import Experts, sparse_blocks
+from spool.engine.layers.experts import Experts, replace_in_block, sparse_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +148,13 @@ class TritonRouting(nn.Module):
 def replace_experts(model: PreTrainedModel) -> None:
     """Replaces experts and their routers in place, if the first ones compute what transformers does."""
     for index, block in enumerate(sparse_blocks(model)):
-        experts = TritonExperts(block.experts)
-        fault = _fault(block.module.experts, experts, block.experts) if index == 0 else None
+        weights = Experts.of(block.experts)
+        experts = TritonExperts(weights)
+        fault = _fault(block.experts, experts, weights) if index == 0 else None
         if fault is not None:
             logger.warning("experts by torch's libraries, as %s", fault)
             return
-        block.replace(experts, TritonRouting)
+        replace_in_block(block, experts, TritonRouting)
 
 
 def _tiles(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

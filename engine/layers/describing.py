@@ -8,12 +8,12 @@ entry does not know, has no description and keeps transformers' own layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -30,6 +30,7 @@ from spool.engine.layers.description import (
 )
 from spool.engine.layers.families import FAMILIES, Family
 from spool.engine.layers.linear import joined, with_inputs, with_outputs
+from spool.engine.layers.plain_norms import epsilon_of
 from spool.engine.parallel.layers import SummedLinear
 from spool.engine.quantization.layers import QuantizedLinear
 
@@ -44,6 +45,8 @@ ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["relu2"]): Activation.RELU_SQUARED,
 }
 _NO_ROTATION = "none"
+_OLMO_EPSILON = 1e-5
+"""Of the only norm that does not tell its own."""
 
 
 class _NotDescribedError(Exception):
@@ -60,32 +63,13 @@ def describe(model: PreTrainedModel, size_multiple: int = 1, head_multiple: int 
     """What the decoder of a model computes; None where no entry says so, and where the hidden or the inner size is no
     multiple of `size_multiple`. Heads get zeros up to a multiple of `head_multiple` dimensions. The descriptions of
     layers share weights with the model where these need no other order."""
-    family, config, decoder = family_of(model), model.config, model.base_model
-    if family is None or not family.fits(config):
+    family = family_of(model)
+    if family is None or not family.fits(model.config):
         return None
-    name = config.model_type
     try:
-        layers: nn.ModuleList = decoder.layers
-        rotations, tables = _rotations(family, decoder, layers, model.dtype, head_multiple)
-        describe_layer = partial(_layer, family, tables, head_multiple, decoder.device)
-        for layer in layers:
-            _check(family, layer, size_multiple, head_multiple)
-        norm = partial(_norm, family, width=config.hidden_size, device=decoder.device)
-        cap = None if family.head_cap is None else getattr(config, family.head_cap)
-        before = None if family.embedding_norm is None else getattr(decoder, family.embedding_norm)
-        return Decoder(
-            embed=getattr(decoder, family.embed),
-            layers=layers,
-            layer=describe_layer,
-            rotations=rotations,
-            norm=norm(getattr(decoder, family.norm)),
-            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
-            embedding_norm=None if before is None else norm(before),
-            head_multiplier=float(family.head_multiplier(config)),
-            head_cap=None if not cap else float(cap),
-        )
+        return _Describer(family, model, size_multiple, head_multiple).decoder()
     except (_NotDescribedError, AttributeError) as error:
-        logger.warning("%s keeps transformers' own layers, which are slower: %s", name, error)
+        logger.warning("%s keeps transformers' own layers, which are slower: %s", model.config.model_type, error)
         return None
 
 
@@ -97,234 +81,200 @@ def windows(model: PreTrainedModel) -> tuple[int | None, ...] | None:
     return tuple(family.window(getattr(layer, family.attention)) or None for layer in model.base_model.layers)
 
 
-def attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
-    """The attention module of a layer of a described family."""
-    family = family_of(model)
-    assert family is not None, "the family has no description"
-    attention: nn.Module = getattr(layer, family.attention)
-    return attention
-
-
-def _check(family: Family, layer: Any, size_multiple: int, head_multiple: int) -> None:
-    """Raises _NotDescribedError, or AttributeError, for a layer that no description fits."""
-    attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
-    head_dim = _head_dim(attention)
-    linears = [getattr(attention, name) for name in (*family.qkv, family.out)]
-    if not _has_experts(mlp):
-        linears += [getattr(mlp, name) for name in (*family.up, family.down)]
-        if type(getattr(mlp, family.activation)) not in ACTIVATIONS:
-            raise _NotDescribedError(f"its activation is {type(getattr(mlp, family.activation)).__name__}")
-    elif family.parallel(layer):
-        raise _NotDescribedError("it has experts beside attention")
-    if others := {type(linear).__name__ for linear in linears if not isinstance(linear, _LINEAR)}:
-        raise _NotDescribedError(f"it has linear layers of type {', '.join(sorted(others))}")
-    if unknown := sorted(name for name in layer.state_dict() if not name.startswith(_known(family, mlp))):
-        raise _NotDescribedError(f"its entry does not know {', '.join(unknown)}")
-    # The inputs of the projection behind attention are filled up with those of the heads.
-    sizes = [linear.in_features for linear in linears if linear is not linears[len(family.qkv)]]
-    if any(size % size_multiple for size in sizes):
-        raise _NotDescribedError(f"it has sizes {sizes}, must be multiples of {size_multiple}")
-    if head_dim % head_multiple:
-        if _head_norms(family, attention) is not None:
-            raise _NotDescribedError(f"its heads are normalized and have {head_dim} dimensions")
-        if not all(type(linear) is nn.Linear for linear in linears):
-            raise _NotDescribedError(f"its quantised or divided heads have {head_dim} dimensions")
-
-
-def _known(family: Family, mlp: Any) -> tuple[str, ...]:
-    """How the names of a layer's tensors begin that a description has."""
-    norms = family.attention_norm, family.attention_post_norm, family.mlp_norm, family.mlp_post_norm
-    of_attention = *family.qkv, family.out, *family.head_norms
-    of_mlp = ("",) if _has_experts(mlp) else (*family.up, family.down)
-    return (
-        *(f"{norm}." for norm in norms if norm is not None),
-        *(f"{family.attention}.{name}." for name in of_attention),
-        f"{family.attention}.sinks",
-        *(f"{family.mlp}.{name}" for name in of_mlp),
-    )
-
-
 def _has_experts(mlp: Any) -> bool:
     """Also of those that ranks share."""
     return hasattr(getattr(mlp, "part", mlp), "experts")
 
 
-def _head_dim(attention: Any) -> int:
-    size: int = attention.head_dim if hasattr(attention, "head_dim") else attention.head_size
-    return size
+class _Describer:
+    """Of one decoder. What it reads of modules raises AttributeError where these are not as the entry says."""
 
+    def __init__(self, family: Family, model: PreTrainedModel, size_multiple: int, head_multiple: int) -> None:
+        self._family, self._model, self._decoder = family, model, model.base_model
+        self._size_multiple = size_multiple
+        self._query_heads = model.config.num_attention_heads
+        self._kv_heads = getattr(model.config, "num_key_value_heads", None) or self._query_heads
+        attentions = [getattr(layer, family.attention) for layer in self._decoder.layers]
+        self._head_dim = getattr(attentions[0], family.out).in_features // self._query_heads
+        self._padded = -(-self._head_dim // head_multiple) * head_multiple
+        names = dict.fromkeys(map(self._rotation_name, attentions))
+        self._rotations = {name: (place, *self._rotation(name)) for place, name in enumerate(names)}
 
-def _head_norms(family: Family, attention: Any) -> list[Any] | None:
-    norms = [getattr(attention, name, None) for name in family.head_norms]
-    return None if None in norms else norms
-
-
-def _rotations(
-    family: Family, decoder: Any, layers: nn.ModuleList, dtype: torch.dtype, head_multiple: int
-) -> tuple[list[Rotation], dict[str, tuple[int, int]]]:
-    """Those that layers have; by name, the place of each, and how many numbers of a head it turns."""
-    rotary, found = decoder.rotary_emb, list[Rotation]()
-    tables = dict[str, tuple[int, int]]()
-    for layer in layers:
-        attention = getattr(layer, family.attention)
-        name = _rotation_name(family, attention)
-        if name in tables:
-            continue
-        half = -(-_head_dim(attention) // head_multiple) * head_multiple // 2
-        frequencies = torch.zeros(half, dtype=torch.float32, device=decoder.device)
-        scalings, turned = torch.ones_like(frequencies), 0
-        if name != _NO_ROTATION:
-            own = getattr(rotary, f"{name}_inv_freq" if name else "inv_freq").float()
-            turned = 2 * len(own)
-            frequencies[: len(own)] = -own if family.backwards else own
-            scalings[: len(own)] = getattr(rotary, f"{name}_attention_scaling" if name else "attention_scaling")
-        tables[name] = len(found), turned
-        angles = torch.float32 if family.exact_angles else dtype
-        found.append(Rotation(frequencies, scalings, angles))
-    return found, tables
-
-
-def _rotation_name(family: Family, attention: Any) -> str:
-    if not family.rotated(attention):
-        return _NO_ROTATION
-    return "" if family.rotation is None else family.rotation(attention)
-
-
-def _norm(family: Family, module: Any, width: int, device: torch.device) -> Norm:
-    """Of a module whose rows are `width` wide, or that has as many weights as there are."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if weight is None:
-        weight = torch.ones(width, dtype=torch.float32, device=device)
-    else:
-        weight = weight.detach().float().flatten() + family.norm_offset
-    epsilon = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
-    return Norm(
-        weight=weight,
-        epsilon=_OLMO_EPSILON if epsilon is None else float(epsilon),
-        bias=None if bias is None else bias.detach().float(),
-        centred=type(module).__name__.endswith("LayerNorm"),
-    )
-
-
-_OLMO_EPSILON = 1e-5
-"""Of the only norm that does not tell its own."""
-
-
-def _norm_of_layer(family: Family, layer: Any, width: int, device: torch.device, name: str | None) -> Norm | None:
-    module = None if name is None else getattr(layer, name)
-    return None if module is None or isinstance(module, nn.Identity) else _norm(family, module, width, device)
-
-
-def _layer(
-    family: Family, tables: Mapping[str, tuple[int, int]], head_multiple: int, device: torch.device, layer: Any
-) -> tuple[DecoderLayer, LayerWeights]:
-    """`tables`: by name, the place of a rotation, and how many numbers of a head it turns."""
-    attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
-    head_dim = _head_dim(attention)
-    padded = -(-head_dim // head_multiple) * head_multiple
-    rotation, turned = tables[_rotation_name(family, attention)]
-    qkv, out = joined([getattr(attention, name) for name in family.qkv]), getattr(attention, family.out)
-    query_heads, kv_heads = _heads(family, attention, qkv.out_features, head_dim)
-    order = _head_order(head_dim, padded, turned, family.interleaved)
-    norm = partial(_norm_of_layer, family, layer, out.out_features, device)
-    norms = _head_norms(family, attention)
-    has_experts = _has_experts(mlp)
-    description = DecoderLayer(
-        index=attention.layer_idx,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_dim=padded,
-        rule=_rule(family, attention),
-        rotation=rotation,
-        attention_norm=norm(family.attention_norm),
-        mlp_norm=norm(family.mlp_norm),
-        attention_post_norm=norm(family.attention_post_norm),
-        mlp_post_norm=norm(family.mlp_post_norm),
-        head_norms=None if norms is None else _norms_of_heads(family, norms, query_heads, kv_heads, order, device),
-        activation=None if has_experts else ACTIVATIONS[type(getattr(mlp, family.activation))],
-        gated=family.gated,
-        multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
-        parallel=family.parallel(layer),
-    )
-    weights = LayerWeights(
-        qkv=with_outputs(qkv, _rows(family, query_heads, kv_heads, head_dim, order)),
-        out=out if padded == head_dim else with_inputs(out, _filled(query_heads, head_dim, padded)),
-        up=None if has_experts else joined([getattr(mlp, name) for name in family.up]),
-        down=None if has_experts else getattr(mlp, family.down),
-        experts=mlp if has_experts else None,
-    )
-    return description, weights
-
-
-def _rule(family: Family, attention: Any) -> AttentionRule:
-    sinks = getattr(attention, "sinks", None)
-    softcap = None if family.softcap is None else getattr(attention, family.softcap)
-    sinks = None if sinks is None else sinks.detach().float()
-    return AttentionRule(float(attention.scaling), family.window(attention) or None, softcap or None, sinks)
-
-
-def _heads(family: Family, attention: Any, outputs: int, head_dim: int) -> tuple[int, int]:
-    """Of queries and of keys."""
-    heads = outputs // head_dim
-    if family.qkv_by_head:
-        return heads // 3, heads // 3
-    if len(family.qkv) == 3:
-        kv_heads = getattr(attention, family.qkv[1]).out_features // head_dim
-    else:
-        kv_heads = attention.config.num_key_value_heads
-    return heads - 2 * kv_heads, kv_heads
-
-
-def _head_order(head_dim: int, padded: int, turned: int, interleaved: bool) -> torch.Tensor:
-    """Of a head of queries or keys: which of its numbers each place of its description has (int64 `[padded]`, -1 for
-    zero), so that halves are turned against each other, and what is not among the first `turned` numbers stays behind
-    those in either half."""
-    numbers = torch.arange(head_dim)
-    first, second = (numbers[:turned:2], numbers[1:turned:2]) if interleaved else numbers[:turned].chunk(2)
-    rest, zeros = numbers[turned:].chunk(2), torch.full(((padded - head_dim) // 2,), -1)
-    if turned == 0:
-        first = second = numbers[:0]
-    if turned == head_dim:
-        rest = (numbers[:0], numbers[:0])
-    return torch.cat((first, rest[0], zeros, second, rest[1], zeros))
-
-
-def _rows(family: Family, query_heads: int, kv_heads: int, head_dim: int, order: torch.Tensor) -> torch.Tensor:
-    """Which output of the model's own projection each output of the described one is; -1 for zero."""
-    values = torch.cat((torch.arange(head_dim), torch.full((len(order) - head_dim,), -1)))
-    rows = list[torch.Tensor]()
-    for head in range(query_heads + 2 * kv_heads):
-        places = order if head < query_heads + kv_heads else values
-        own = head % kv_heads * 3 + head // kv_heads if family.qkv_by_head else head
-        rows.append(torch.where(places < 0, -1, own * head_dim + places))
-    return torch.cat(rows)
-
-
-def _filled(heads: int, head_dim: int, padded: int) -> torch.Tensor:
-    """Of each input behind attention, the place among the model's own; -1 for zero."""
-    places = torch.arange(padded).expand(heads, padded)
-    own = torch.arange(heads).unsqueeze(1) * head_dim + places
-    return torch.where(places < head_dim, own, -1).flatten()
-
-
-def _norms_of_heads(
-    family: Family, norms: Sequence[Any], query_heads: int, kv_heads: int, order: torch.Tensor, device: torch.device
-) -> HeadNorms:
-    counts, head_dim = (query_heads, kv_heads), len(order)
-    found = [_norm(family, module, head_dim, device) for module in norms]
-    # A weight of one dimension for all heads is of one row of them all; others are of heads, one or each.
-    weights = [module.weight for module in norms if hasattr(module, "weight")]
-    whole = any(weight.dim() == 1 and len(weight) > head_dim for weight in weights)
-
-    def of_heads(numbers: torch.Tensor, count: int) -> torch.Tensor:
-        return numbers.view(-1, head_dim).expand(count, head_dim)[:, order].flatten()
-
-    queries, keys = (
-        replace(
-            norm,
-            weight=of_heads(norm.weight, count),
-            bias=None if norm.bias is None else of_heads(norm.bias, count),
+    def decoder(self) -> Decoder:
+        """Raises _NotDescribedError where a layer has no description."""
+        family, config, decoder = self._family, self._model.config, self._decoder
+        cap = None if family.head_cap is None else getattr(config, family.head_cap)
+        return Decoder(
+            embed=getattr(decoder, family.embed),
+            layers=decoder.layers,
+            descriptions=[self._description(layer) for layer in decoder.layers],
+            weights=self._weights,
+            rotations=[rotation for _, rotation, _ in self._rotations.values()],
+            norm=self._norm(getattr(decoder, family.norm), config.hidden_size),
+            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
+            embedding_norm=self._norm_named(family.embedding_norm, decoder),
+            head_multiplier=float(family.head_multiplier(config)),
+            head_cap=float(cap) if cap else None,
         )
-        for norm, count in zip(found, counts, strict=True)
-    )
-    return HeadNorms(queries, keys, whole, family.head_norms_after_rotation)
+
+    def _rotation_name(self, attention: Any) -> str:
+        """How the names begin of what turns a layer's heads in the rotary module."""
+        if not self._family.rotated(attention):
+            return _NO_ROTATION
+        by_type = isinstance(self._decoder.rotary_emb.rope_type, dict)
+        return f"{attention.config.layer_types[attention.layer_idx]}_" if by_type else ""
+
+    def _rotation(self, name: str) -> tuple[Rotation, torch.Tensor]:
+        """And in which order it has the numbers of a head of queries or keys: for each place the model's own (int64
+        `[padded]`, -1 for zero). Halves are turned against each other; what is not turned stays behind what is, in
+        either half."""
+        family, rotary = self._family, self._decoder.rotary_emb
+        own, scaling = torch.empty(0, dtype=torch.float32, device=self._decoder.device), 1.0
+        if name != _NO_ROTATION:
+            own, scaling = getattr(rotary, f"{name}inv_freq").float(), getattr(rotary, f"{name}attention_scaling")
+        rest = self._padded // 2 - len(own)
+        rotation = Rotation(
+            frequencies=F.pad(-own if family.backwards else own, (0, rest)),
+            scalings=F.pad(torch.full_like(own, scaling), (0, rest), value=1.0),
+            dtype=torch.float32 if family.exact_angles else self._model.dtype,
+        )
+        turned, others = torch.arange(2 * len(own)), torch.arange(2 * len(own), self._head_dim)
+        pairs = (turned[::2], turned[1::2]) if family.interleaved else turned.tensor_split(2)
+        halves = [torch.cat(half) for half in zip(pairs, others.tensor_split(2), strict=True)]
+        zeros = (self._padded - self._head_dim) // 2
+        return rotation, F.pad(torch.stack(halves), (0, zeros), value=-1).flatten()
+
+    def _linears(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        """Of attention, and of the MLP unless it has experts; the last ones give what is added."""
+        family = self._family
+        attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
+        of_mlp = () if _has_experts(mlp) else (*family.up, family.down)
+        return [getattr(attention, name) for name in (*family.qkv, family.out)], [getattr(mlp, name) for name in of_mlp]
+
+    def _check(self, layer: Any) -> None:
+        """Raises _NotDescribedError for a layer that no description fits."""
+        family, (of_attention, of_mlp) = self._family, self._linears(layer)
+        linears = of_attention + of_mlp
+        if not of_mlp and family.parallel(layer):
+            raise _NotDescribedError("it has experts beside attention")
+        if others := {type(linear).__name__ for linear in linears if not isinstance(linear, _LINEAR)}:
+            raise _NotDescribedError(f"it has linear layers of type {', '.join(sorted(others))}")
+        norms = family.attention_norm, family.attention_post_norm, family.mlp_norm, family.mlp_post_norm
+        known = (
+            *(f"{norm}." for norm in norms if norm is not None),
+            *(f"{family.attention}.{name}." for name in (*family.qkv, family.out, *family.head_norms)),
+            f"{family.attention}.sinks",
+            *(f"{family.mlp}.{name}" for name in ((*family.up, family.down) if of_mlp else ("",))),
+        )
+        if unknown := sorted(name for name in layer.state_dict() if not name.startswith(known)):
+            raise _NotDescribedError(f"its entry does not know {', '.join(unknown)}")
+        outputs = sum(linear.out_features for linear in of_attention[:-1])
+        if outputs != (self._query_heads + 2 * self._kv_heads) * self._head_dim:
+            raise _NotDescribedError(f"its queries, keys and values have {outputs} dimensions")
+        # The inputs of the projection behind attention are filled up with those of the heads.
+        sizes = [linear.in_features for linear in (*of_attention[:-1], *of_mlp)]
+        if any(size % self._size_multiple for size in sizes):
+            raise _NotDescribedError(f"it has sizes {sizes}, must be multiples of {self._size_multiple}")
+        if self._padded != self._head_dim and not all(type(linear) is nn.Linear for linear in linears):
+            raise _NotDescribedError(f"its quantised or divided heads have {self._head_dim} dimensions")
+
+    def _description(self, layer: Any) -> DecoderLayer:
+        self._check(layer)
+        family = self._family
+        attention, mlp = getattr(layer, family.attention), getattr(layer, family.mlp)
+        rotation, _, order = self._rotations[self._rotation_name(attention)]
+        return DecoderLayer(
+            index=attention.layer_idx,
+            query_heads=self._query_heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._padded,
+            rule=self._rule(attention),
+            rotation=rotation,
+            attention_norm=self._norm_named(family.attention_norm, layer),
+            mlp_norm=self._norm_named(family.mlp_norm, layer),
+            attention_post_norm=self._norm_named(family.attention_post_norm, layer),
+            mlp_post_norm=self._norm_named(family.mlp_post_norm, layer),
+            head_norms=self._head_norms(attention, order),
+            activation=None if _has_experts(mlp) else self._activation(mlp),
+            gated=family.gated,
+            multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+            parallel=family.parallel(layer),
+        )
+
+    def _weights(self, layer: Any) -> LayerWeights:
+        (*qkv, out), of_mlp = self._linears(layer)
+        _, _, order = self._rotations[self._rotation_name(getattr(layer, self._family.attention))]
+        values = F.pad(torch.arange(self._head_dim), (0, self._padded - self._head_dim), value=-1)
+        heads = torch.cat((order.expand(self._query_heads + self._kv_heads, -1), values.expand(self._kv_heads, -1)))
+        own = torch.arange(len(heads))
+        if self._family.qkv_by_head:
+            own = own.view(-1, 3).T.flatten()
+        return LayerWeights(
+            qkv=with_outputs(joined(qkv), self._places(heads, own)),
+            out=with_inputs(out, self._places(values.expand(self._query_heads, -1), torch.arange(self._query_heads))),
+            up=joined(of_mlp[:-1]) if of_mlp else None,
+            down=of_mlp[-1] if of_mlp else None,
+            experts=None if of_mlp else getattr(layer, self._family.mlp),
+        )
+
+    def _places(self, heads: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Of the numbers of heads that lie one after the other, the places among the model's own; -1 for zero. `heads`
+        `[heads, padded]` says their places within heads, -1 for zero, and `own` which ones of the model's these are."""
+        return torch.where(heads < 0, -1, own.unsqueeze(1) * self._head_dim + heads).flatten()
+
+    def _activation(self, mlp: Any) -> Activation:
+        kind = type(getattr(mlp, self._family.activation))
+        if kind not in ACTIVATIONS:
+            raise _NotDescribedError(f"its activation is {kind.__name__}")
+        return ACTIVATIONS[kind]
+
+    def _rule(self, attention: Any) -> AttentionRule:
+        sinks = getattr(attention, "sinks", None)
+        softcap = None if self._family.softcap is None else getattr(attention, self._family.softcap)
+        sinks = None if sinks is None else sinks.detach().float()
+        return AttentionRule(float(attention.scaling), self._family.window(attention) or None, softcap or None, sinks)
+
+    def _norm(self, module: Any, width: int) -> Norm:
+        """Of a module whose rows are `width` wide, or that has as many weights as there are."""
+        weight, bias, epsilon = getattr(module, "weight", None), getattr(module, "bias", None), epsilon_of(module)
+        if weight is None:
+            weight = torch.ones(width, dtype=torch.float32, device=self._decoder.device)
+        else:
+            weight = weight.detach().float().flatten() + self._family.norm_offset
+        return Norm(
+            weight=weight,
+            epsilon=_OLMO_EPSILON if epsilon is None else epsilon,
+            bias=None if bias is None else bias.detach().float(),
+            centred=type(module).__name__.endswith("LayerNorm"),
+        )
+
+    def _norm_named(self, name: str | None, owner: nn.Module) -> Norm | None:
+        module = None if name is None else getattr(owner, name)
+        if module is None or isinstance(module, nn.Identity):
+            return None
+        return self._norm(module, self._model.config.hidden_size)
+
+    def _head_norms(self, attention: Any, order: torch.Tensor) -> HeadNorms | None:
+        modules = [getattr(attention, name, None) for name in self._family.head_norms]
+        if None in modules:
+            return None
+        if (head_dim := self._head_dim) != self._padded:
+            raise _NotDescribedError(f"its heads are normalized and have {head_dim} dimensions")
+
+        def of_heads(module: nn.Module, count: int) -> Norm:
+            norm = self._norm(module, head_dim)
+            weight, bias = (
+                None if numbers is None else numbers.view(-1, head_dim).expand(count, head_dim)[:, order].flatten()
+                for numbers in (norm.weight, norm.bias)
+            )
+            return replace(norm, weight=weight, bias=bias)
+
+        # A weight of one dimension for all heads is of one row of them all; others are of heads, one or each.
+        weight = getattr(modules[0], "weight", None)
+        whole = weight is not None and weight.dim() == 1 and len(weight) > head_dim
+        return HeadNorms(
+            queries=of_heads(modules[0], self._query_heads),
+            keys=of_heads(modules[1], self._kv_heads),
+            whole=whole,
+            after_rotation=self._family.head_norms_after_rotation,
+        )

@@ -111,13 +111,14 @@ class Decoder:
     `embedding_norm`; layers; and the last norm. Of the head's products, which are the logits, `head_multiplier` is a
     factor; with `head_cap` c they then become c tanh(logit / c).
 
-    `layer` gives the description of each of `layers` modules. It shares their weights where it can, so that replacing
-    them one after the other never keeps all of them twice.
+    `weights` gives those of each of `layers` modules. It shares them where it can, so that replacing the modules one
+    after the other never keeps all weights twice.
     """
 
     embed: nn.Module
     layers: nn.ModuleList
-    layer: Callable[[nn.Module], tuple[DecoderLayer, LayerWeights]]
+    descriptions: Sequence[DecoderLayer]
+    weights: Callable[[nn.Module], LayerWeights]
     rotations: Sequence[Rotation]
     norm: Norm
     embedding_multiplier: float = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,27 +46,18 @@ class Experts:
         return cls(gate_up, down, gate_up_bias, down_bias, gating._apply_gate, has_silu)
 
 
-@dataclass(frozen=True, slots=True)
-class SparseBlock:
-    """A module that routes rows to experts."""
-
-    module: nn.Module
-    experts: Experts
-
-    def replace(self, experts: nn.Module, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
-        """`make_linear` makes what computes the product of the router."""
-        self.module.experts = experts
-        for name in ("gate", "router"):
-            router = getattr(self.module, name, None)
-            if router is not None and type(router) is not nn.Linear:
-                setattr(self.module, name, OwnRouter(router, make_linear))
+def sparse_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that route rows to `experts` of transformers' interface."""
+    return [module for module in model.modules() if getattr(getattr(module, "experts", None), "has_gate", False)]
 
 
-def sparse_blocks(model: PreTrainedModel) -> Iterator[SparseBlock]:
-    """Those whose experts use transformers' interface. Weights of replaced ones are free when the next one comes."""
-    blocks = [module for module in model.modules() if getattr(getattr(module, "experts", None), "has_gate", False)]
-    for block in blocks:
-        yield SparseBlock(block, Experts.of(block.experts))
+def replace_in_block(block: nn.Module, experts: nn.Module, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replaces the experts and the router. `make_linear` makes what computes the product of the router."""
+    block.experts = experts
+    for name in ("gate", "router"):
+        router = getattr(block, name, None)
+        if router is not None and type(router) is not nn.Linear:
+            setattr(block, name, OwnRouter(router, make_linear))
 
 
 class OwnRouter(nn.Module):

@@ -40,7 +40,10 @@ def with_outputs(layer: nn.Linear | QuantizedLinear, which: torch.Tensor) -> nn.
 
 
 def with_inputs(layer: nn.Linear, which: torch.Tensor) -> nn.Linear:
-    """The layer whose inputs are those of `which` (int64), -1 for one that changes nothing."""
+    """The layer whose inputs are those of `which` (int64), -1 for one that changes nothing. The same layer where these
+    are its own."""
+    if torch.equal(which, torch.arange(layer.in_features)):
+        return layer
     with torch.no_grad():
         weight = layer.weight[:, which.clamp(min=0)].index_fill_(1, (which < 0).nonzero().flatten(), 0)
     return linear_of(weight, layer.bias)

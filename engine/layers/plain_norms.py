@@ -6,27 +6,15 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 
 _TRIED_ROWS = 3
 
 
-class FusedRmsNorm(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        """Of one that `is_plain_rms_norm`."""
-        super().__init__()
-        self.weight = norm.weight
-        self._epsilon = _epsilon(norm)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
-
-
 @torch.inference_mode()
 def is_plain_rms_norm(module: nn.Module) -> bool:
     """Whether the module is an RMSNorm by its name, and multiplies normed rows by its weight and does nothing else."""
-    if not type(module).__name__.endswith("RMSNorm") or _epsilon(module) is None:
+    if not type(module).__name__.endswith("RMSNorm") or epsilon_of(module) is None:
         return False
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
@@ -36,18 +24,26 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     try:
         # Small rows show what is added to their mean square.
         return all(
-            torch.allclose(exact(part), FusedRmsNorm(exact)(part), rtol=1e-4, atol=1e-6) for part in (rows, rows * 1e-3)
+            torch.allclose(exact(part), _fused(exact)(part), rtol=1e-4, atol=1e-6) for part in (rows, rows * 1e-3)
         )
     # Some take a gate as well as the rows.
     except (TypeError, AttributeError, RuntimeError):
         return False
 
 
-def _epsilon(norm: nn.Module) -> float | None:
+def epsilon_of(norm: nn.Module) -> float | None:
+    """None where it does not tell."""
     for name in ("variance_epsilon", "eps"):
-        if isinstance(value := getattr(norm, name, None), float):
-            return value
+        if isinstance(value := getattr(norm, name, None), float | int):
+            return float(value)
     return None
+
+
+def _fused(norm: nn.Module) -> nn.RMSNorm:
+    """Of one that `is_plain_rms_norm`, with its weight."""
+    fused = nn.RMSNorm(norm.weight.shape, epsilon_of(norm), device="meta")
+    fused.weight = norm.weight
+    return fused
 
 
 def replace_norms(model: nn.Module) -> None:
@@ -55,4 +51,4 @@ def replace_norms(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if is_plain_rms_norm(child):
-                setattr(module, name, FusedRmsNorm(child))
+                setattr(module, name, _fused(child))

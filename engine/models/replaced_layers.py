@@ -19,7 +19,7 @@ from spool.engine.attention.paged_step import GroupStep, PagedStep
 from spool.engine.cpu.fused_layers import KernelDecoder, KernelLayer
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.pages import PagePool, PageTable
-from spool.engine.layers.describing import attention_of, family_of
+from spool.engine.layers.describing import family_of
 from spool.engine.layers.experts import sparse_blocks
 from spool.engine.models.compatibility import SeenRules
 from spool.engine.models.loaded_model import LoadedModel
@@ -45,7 +45,7 @@ def replace_layers(loaded: LoadedModel, page_size: int) -> None:
         loaded.replace_layers()
     elif loaded.gpu is None:
         _replace_on_cpu(loaded, page_size)
-    elif any(True for _ in sparse_blocks(loaded.model)):
+    elif sparse_blocks(loaded.model):
         # A rounding can choose another expert, whose output is another.
         loaded.replace_layers()
     else:
@@ -70,13 +70,13 @@ def _replace_on_gpu(loaded: LoadedModel, page_size: int) -> None:
 
 
 def _replace_on_cpu(loaded: LoadedModel, page_size: int) -> None:
-    model, pool = loaded.model, _pool(page_size)
-    if family_of(model) is None:
+    model, pool, family = loaded.model, _pool(page_size), family_of(loaded.model)
+    if family is None:
         loaded.replace_layers()
         return
     runner = loaded.runner(pool, ())
     seen = SeenRules(runner.backend, runner.kv.layers)
-    records = [_Record(model, layer) for layer in model.base_model.layers]
+    records = [_Record(layer, getattr(layer, family.attention)) for layer in model.base_model.layers]
     with _prompt(runner, seen, pool) as prompt:
         own = _hidden_states(model, *prompt)
     for record in records:
@@ -151,12 +151,12 @@ def _check_layer(
             f"must have {expected}"
         )
     residual = record.entering.clone()
-    attended, normed = layer.attended(residual, rotation, step)
+    attended = layer.attended(residual, rotation, step)
     _check(model, f"the attention of {place}", attended, record.attended)
     if layer.experts is not None:
         # A rounding can choose another expert, whose output is another.
         return
-    layer.add(residual, attended, normed)
+    layer.add(residual, attended)
     # Sums are rounded as well as what is added.
     rounding = torch.finfo(model.dtype).eps * _norm(record.leaving)
     added = _norm(record.leaving - record.entering)
@@ -190,10 +190,10 @@ class _Record:
     attended: torch.Tensor
     leaving: torch.Tensor
 
-    def __init__(self, model: PreTrainedModel, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, attention: nn.Module) -> None:
         self._hooks = (
             layer.register_forward_pre_hook(self._read, with_kwargs=True),
-            attention_of(model, layer).register_forward_hook(self._attended),
+            attention.register_forward_hook(self._attended),
             layer.register_forward_hook(self._left),
         )
 

@@ -96,7 +96,7 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(isa: str, famil
 
     def operation_by_operation(hidden_states: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
         for layer in decoder.layers:
-            layer.add(hidden_states, *layer.attended(hidden_states, decoder.rotation(layer, positions, 64), step))
+            layer.add(hidden_states, layer.attended(hidden_states, decoder.rotation(layer, positions, 64), step))
 
     # Layers in one call of the library give the bits of their operations one by one.
     decoder.add_layers = operation_by_operation
@@ -156,6 +156,8 @@ def test_a_wrong_description_is_refused(
         ("llama", {"out": "output_projection"}, "no attribute 'output_projection'"),
         ("qwen3", {"head_norms": ("q_layernorm", "k_layernorm")}, "its entry does not know self_attn.k_norm.weight"),
         ("glm4", {"mlp_post_norm": None}, "its entry does not know post_mlp_layernorm.weight"),
+        ("llama", {"softcap": "soft_cap"}, "no attribute 'soft_cap'"),
+        ("llama", {"qkv": ("q_proj", "k_proj", "v_proj", "v_proj")}, "queries, keys and values have 320 dimensions"),
     ],
 )
 def test_modules_that_an_entry_does_not_know_cost_its_family_alone(
