@@ -13,8 +13,8 @@ from spool.engine.drafting.text_store import TextPlace
 @dataclass(slots=True, eq=False)
 class SequenceDrafting:
     """The output that is `expected`, from the end of the prompt on; the latest proposal made in this process, for the
-    prefix with this `digest`; where tokens stand, for prompt lookup, and where the sequence stands among other texts; the
-    KV of a draft inside."""
+    prefix with this `digest`; for prompt lookup, where tokens stand, and where the sequence stands among other texts;
+    the KV of a draft inside."""
 
     sequence_id: int = 0
     cache_scope: bytes = b""

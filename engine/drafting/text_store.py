@@ -1,8 +1,8 @@
 """Prompt lookup across sequences: what followed the same tokens in earlier texts of a cache scope. Knows no torch.
 
-A text is a prompt with its output. The texts of a scope are one tree: sequences that begin alike share the nodes of what
-they have in common, so a text that comes again takes no more memory. Memory is a ring of nodes and hash tables without
-chains, of a fixed size for each scope: nothing that one scope does changes what another finds.
+A text is a prompt with its output. The texts of a scope are one tree: sequences that begin alike share the nodes of
+what they have in common, so a text that comes again takes no more memory. A tree is a ring of nodes and hash tables
+without chains, of the same fixed size for each scope: nothing that one scope does changes what another finds.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TextPlace:
 class TextTree:
     """The texts of one scope.
 
-    Nodes have consecutive numbers below `numbers`, and start again at their end; node n lies in slot n % `size`, but for
-    the root no node lies in slot 0. Each new node overwrites the oldest one. A node that is entered again in the older
-    half of the ring is written anew with what follows it, so that what was used least recently is overwritten first.
+    Nodes have consecutive numbers below `numbers`, which then start again. Node n lies in slot n % `size`; slot 0 is
+    the root's. Each new node overwrites the oldest one. One in the older half of the ring that is entered again is
+    written anew, with what follows it: so what was used least recently is overwritten first.
     """
 
     def __init__(self, size: int, numbers: int = 1 << 32) -> None:
@@ -160,8 +160,8 @@ class TextTree:
 class TextStore:
     """The trees of at most `MOST_SCOPES` scopes, which take `memory` bytes together at most.
 
-    Each has the same part of them, whatever the others do. Where there is no place for a scope, it takes that of the one
-    that was used least recently, if that has rested; otherwise nothing of it is kept.
+    Each has the same part of them, whatever the others do. Where there is no place for a scope, it takes that of the
+    one that was used least recently, if that has rested; otherwise nothing of it is kept.
     """
 
     def __init__(self, memory: int) -> None:

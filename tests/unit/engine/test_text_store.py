@@ -104,10 +104,10 @@ def test_finds_what_a_dictionary_of_all_continuations_has(vocabulary: int, short
     assert ending > 4
 
 
-@pytest.mark.parametrize("numbers", [200, 1 << 32])
+@pytest.mark.parametrize("numbers", [400, 1 << 32])
 def test_what_is_found_once_a_ring_has_gone_round_was_a_text(numbers: int) -> None:
     """Also where the numbers of nodes start again."""
-    rng, tree, found_whole, found_ending = random.Random(1), TextTree(64, numbers), 0, 0
+    rng, tree, found_whole, found_ending = random.Random(1), TextTree(128, numbers), 0, 0
     texts: list[list[int]] = [[0] * 30]
     running = [([token], TextPlace()) for token in range(4)]
     for _ in range(6000):
@@ -130,7 +130,7 @@ def test_what_is_found_once_a_ring_has_gone_round_was_a_text(numbers: int) -> No
         if len(text) > 30:
             texts.append(text)
             running[at] = (rng.choice(texts[-3:])[: rng.randint(1, 15)], TextPlace())
-    assert found_whole > 50
+    assert found_whole > 20
     assert found_ending > 20
 
 
