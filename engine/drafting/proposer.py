@@ -73,7 +73,7 @@ class LocalProposer(ABC):
 class Lookup(LocalProposer):
     """Prompt lookup. Needs no model, and works with any vocabulary; a row without a match gets no proposal.
 
-    With a `store`, it looks in earlier texts, too: the longest match counts, and of equal ones that in the sequence.
+    With a `store`, it looks in earlier texts, too: the longer match counts, and of equal ones that in the sequence.
     """
 
     def __init__(self, shortest_match: int, store: TextStore | None = None) -> None:

@@ -69,13 +69,13 @@ def test_prompts_that_come_again_are_proposed_from_their_first_answers(
 
 
 def test_samples_of_one_prompt_learn_from_each_other_while_they_run(pair: tuple[Path, Path]) -> None:
-    """The same prompt and seed four times; those that start late follow the first, which is not done yet."""
+    """The third starts once the first, which is short, is done; the second is not yet."""
     (one, *_) = requests(0.8)
-    asked = [replace(one, sequence_id=number) for number in range(4)]
-    target = worker(pair[0], lookup_match=2)
-    outputs = run(target, asked, max_running=2, batch_size=2)
-    assert len({tuple(each.tokens) for each in outputs}) == 1
-    assert counts(outputs[2:])[1] == counts(outputs[2:])[0] > 0
+    asked = [replace(one, sequence_id=number, max_tokens=length) for number, length in enumerate((10, 50, 50))]
+    outputs = run(worker(pair[0], lookup_match=2), asked, max_running=2, batch_size=2)
+    assert outputs[1].tokens == outputs[2].tokens
+    assert outputs[2].rounds[:2] == [(0, 0), (4, 4)]
+    assert len(outputs[2].rounds) < len(outputs[1].rounds)
 
 
 def test_plain_rounds_are_remembered_too(pair: tuple[Path, Path]) -> None:
