@@ -1,4 +1,4 @@
-"""Prompts that come again, with a real engine: what is proposed from earlier texts, to whom, and that the text stays."""
+"""Prompts that come again, with a real engine: what is proposed from earlier texts, to whom; the text stays."""
 
 from __future__ import annotations
 
@@ -94,5 +94,6 @@ def test_without_memory_nothing_is_kept(pair: tuple[Path, Path]) -> None:
 
 def test_memory_has_limits() -> None:
     for wrong in (-1, 1000, 1 << 40):
-        with pytest.raises(ValueError, match=f"lookup_memory is {wrong}, must be 0, or between 1048576 and 68719476736"):
+        expected = f"lookup_memory is {wrong}, must be 0, or between 1048576 and 68719476736"
+        with pytest.raises(ValueError, match=expected):
             EngineSettings("some", lookup_memory=wrong)

