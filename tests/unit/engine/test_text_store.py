@@ -12,7 +12,6 @@ from spool.engine.drafting.text_store import (
     LONGEST_ENDING,
     MOST_SCOPES,
     REST_STEPS,
-    TOKEN_BYTES,
     TextPlace,
     TextStore,
     TextTree,
