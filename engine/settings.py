@@ -16,6 +16,9 @@ DRAFT_AHEAD = ("auto", "always", "never")
 NUMERICS = ("auto", "universal")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
+LOOKUP_MEMORY = 64 << 20
+LEAST_LOOKUP_MEMORY = 1 << 20
+MOST_LOOKUP_MEMORY = 1 << 36
 MOST_RANKS = 64
 
 BATCHED_TOKENS_ON_CPU = 192
@@ -45,7 +48,9 @@ class EngineSettings:
     those of a sequence (None: the model does). `threads` 0 leaves the number to torch.
     With `lookup_match`, where at least that many of the last tokens stood in the sequence before, what followed them is
     proposed: by a target itself, alone (its own draft is "ngram" then) or before its head or the draft inside it is
-    asked; by a draft worker, before its model is. `inside_draft` has none of its own. `target`, a model, is for drafts:
+    asked; by a draft worker, before its model is. `inside_draft` has none of its own. A target also looks in earlier
+    texts of the same cache scope, of which it keeps as many as `lookup_memory` bytes hold (engine/drafting/
+    text_store.py); 0: none. `target`, a model, is for drafts:
     rows and proposals have its token ids, which may not be the draft's own (engine/drafting/token_map.py). With
     `prefix_cache`, sequences that begin alike share the pages of what they have in common. With `cuda_graphs`, a GPU
     computes small passes as CUDA graphs. So many ranks as `tensor_parallel_size` says compute a target together;
@@ -71,6 +76,7 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     lookup_match: int | None = None
+    lookup_memory: int = LOOKUP_MEMORY
     prefix_cache: bool = True
     cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
@@ -148,6 +154,9 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.lookup_memory and not LEAST_LOOKUP_MEMORY <= self.lookup_memory <= MOST_LOOKUP_MEMORY:
+            most = f"{LEAST_LOOKUP_MEMORY} and {MOST_LOOKUP_MEMORY}"
+            raise ValueError(f"lookup_memory is {self.lookup_memory}, must be 0, or between {most}")
         if self.page_size % PAGE_MULTIPLE:
             raise ValueError(f"page_size is {self.page_size}, must be a multiple of {PAGE_MULTIPLE}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -12,11 +12,15 @@ from pydantic import ByteSize, field_validator
 from spool.deploy.config.section import Section, described
 from spool.deploy.errors import UsageError
 from spool.engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from spool.engine.drafting.text_store import MOST_SCOPES, TOKEN_BYTES
 from spool.engine.models.drafting_head import is_drafting_head
 from spool.engine.settings import (
     BATCHED_TOKENS_ON_CPU,
     BATCHED_TOKENS_ON_GPU,
+    LEAST_LOOKUP_MEMORY,
     LONGEST_LOOKUP_MATCH,
+    LOOKUP_MEMORY,
+    MOST_LOOKUP_MEMORY,
     MOST_RANKS,
     EngineSettings,
 )
@@ -65,7 +69,8 @@ class ModelsSection(Section):
     draft_lookup: int | None = described(
         None,
         "Prompt lookup in addition to the draft: if at least this many of the last tokens occurred earlier in the "
-        f"sequence, the tokens that followed there are proposed. 0: off. Unset: {_DEMO_LOOKUP} with the demo draft, "
+        "sequence, the tokens that followed there are proposed, and in targets what followed in other texts "
+        f"(`engine.lookup_memory`). 0: off. Unset: {_DEMO_LOOKUP} with the demo draft, "
         "else 0.",
         ge=0,
         le=LONGEST_LOOKUP_MATCH,
@@ -171,8 +176,23 @@ class EngineSection(Section):
         ge=8,
         le=65536,
     )
+    lookup_memory: ByteSize | None = described(
+        None,
+        "Memory of each target for earlier prompts and outputs of the same API key and `cache_salt`, in which prompt "
+        f"lookup looks, too. Each of up to {MOST_SCOPES} such pairs has an equal part; a token takes {TOKEN_BYTES} "
+        f"bytes. 0: none. Unset: {LOOKUP_MEMORY >> 20} MiB.",
+        ge=0,
+        le=MOST_LOOKUP_MEMORY,
+    )
     prefix_cache: bool = described(True, "Compute the KV of a common prompt prefix once, for later requests too.")
     cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
+
+    @field_validator("lookup_memory")
+    @classmethod
+    def _check_lookup_memory(cls, value: ByteSize | None) -> ByteSize | None:
+        if value and value < LEAST_LOOKUP_MEMORY:
+            raise ValueError(f"lookup_memory is {value}, must be 0 or at least {LEAST_LOOKUP_MEMORY}")
+        return value
 
     @field_validator("cpu_isa")
     @classmethod
@@ -198,6 +218,7 @@ class EngineSection(Section):
         is_draft = role is Role.DRAFT
         settings = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"}) | {
             "kv_memory_bytes": kv_memory,
+            "lookup_memory": LOOKUP_MEMORY if self.lookup_memory is None else self.lookup_memory,
             "model": models.draft_name if is_draft else models.target,
             "dtype": models.dtype,
             "kv_cache_dtype": models.kv_cache_dtype,

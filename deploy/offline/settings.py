@@ -78,9 +78,10 @@ class ReplaySettings(Section):
 def configured(given: Sequence[GivenValue], compares: bool = False) -> SpoolConfig:
     """The configuration of a run. Raises ConfigurationError.
 
-    Where it `compares`, the same prompts are decoded again and must find no KV of the time before.
+    Where it `compares`, the same prompts are decoded again and must find no KV and no texts of the time before.
     """
-    anew = [GivenValue(("engine", "prefix_cache"), False, "")] if compares else []
+    kept = {"prefix_cache": False, "lookup_memory": 0}
+    anew = [GivenValue(("engine", name), value, "") for name, value in kept.items()] if compares else []
     config = load_configuration(None, given=[*given, *anew])
     if not config.scheduling.draft_length:
         models = config.models.model_copy(update={"draft": NO_DRAFT})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.drafting.text_store import TextStore
 from spool.engine.settings import LONGEST_LOOKUP_MATCH
 from spool.engine.steps import RowOutcome, VerifyRow
 from spool.scheduler.messages import DraftingReport
@@ -70,10 +71,24 @@ class LocalProposer(ABC):
 
 
 class Lookup(LocalProposer):
-    """Prompt lookup. Needs no model, and works with any vocabulary; a row without a match gets no proposal."""
+    """Prompt lookup. Needs no model, and works with any vocabulary; a row without a match gets no proposal.
 
-    def __init__(self, shortest_match: int) -> None:
+    With a `store`, it looks in earlier texts, too: the longer match counts, and of equal ones that in the sequence.
+    """
+
+    def __init__(self, shortest_match: int, store: TextStore | None = None) -> None:
         self._shortest = shortest_match
+        self._store = store
+
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` wants the rows of every step."""
+        return self._store is not None
+
+    def remember(self, rows: Sequence[VerifyRow]) -> None:
+        """Keeps what the rows of a step have committed, for other sequences of their scopes."""
+        if self._store is not None:
+            self._store.enter([(row.drafting.cache_scope, row.drafting.text, row.history) for row in rows])
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
@@ -81,10 +96,18 @@ class Lookup(LocalProposer):
                 places = row.drafting.places
                 places.follow(row.history)
                 places.extend(outcome.tokens[-1:])
-                found = places.continuation(row.draft_length, self._shortest, LONGEST_LOOKUP_MATCH)
+                elsewhere, alike = self._elsewhere(row, outcome.tokens[-1])
+                own = places.continuation(row.draft_length, max(self._shortest, alike), LONGEST_LOOKUP_MATCH)
                 # Only what is committed stays: the sampled token is committed once a row feeds it.
                 places.truncate(len(row.history))
-                row.drafting.keep(digest, found)
+                row.drafting.keep(digest, own or elsewhere)
+
+    def _elsewhere(self, row: VerifyRow, sampled: int) -> tuple[Sequence[int], int]:
+        """What followed in an earlier text, and how long the match is."""
+        tree = None if self._store is None else self._store.tree(row.drafting.cache_scope)
+        if tree is None:
+            return (), 0
+        return tree.continuation(row.drafting.text, row.history, sampled, row.draft_length, self._shortest)
 
 
 class Proposers:
@@ -98,6 +121,11 @@ class Proposers:
         self._lookup = lookup
         self._draft = draft
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `offer` is to have all rows that computed, those with a `draft_length` of 0 too."""
+        return self._lookup is not None and self._lookup.remembers
+
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
         found: list[Sequence[int]] = [one.drafting.kept(one.digest, one.most) for one in asked]
         if self._draft is not None:
@@ -108,8 +136,12 @@ class Proposers:
         return found
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
+        if self._lookup is not None:
+            self._lookup.remember(rows)
         left: list[int] = []
         for place, (row, outcome, digest) in enumerate(zip(rows, outcomes, digests, strict=True)):
+            if not row.draft_length:
+                continue
             expected, grammar = row.drafting.expected, row.sampling.grammar
             if grammar is not None and outcome.tokens and outcome.tokens[-1] in grammar.end_token_ids:
                 continue
@@ -121,7 +153,7 @@ class Proposers:
         if self._lookup is not None and left:
             self._lookup.offer(*_at(left, rows, outcomes, digests))
             left = [place for place in left if not rows[place].drafting.kept(digests[place], 1)]
-        if self._draft is not None and (left or not rows):
+        if self._draft is not None and (left or not any(row.draft_length for row in rows)):
             self._draft.offer(*_at(left, rows, outcomes, digests))
 
     def forget(self, drafting: SequenceDrafting) -> None:

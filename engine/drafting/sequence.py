@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 
 from spool.engine.drafting.draft_kv import DraftKv
 from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.text_store import TextPlace
 
 
 @dataclass(slots=True, eq=False)
 class SequenceDrafting:
     """The output that is `expected`, from the end of the prompt on; the latest proposal made in this process, for the
-    prefix with this `digest`; where tokens stand, for prompt lookup; the KV of a draft inside."""
+    prefix with this `digest`; for prompt lookup, where tokens stand, and where the sequence stands among other texts;
+    the KV of a draft inside."""
 
     sequence_id: int = 0
     cache_scope: bytes = b""
     expected: Sequence[int] = ()
     kv: DraftKv = field(default_factory=DraftKv)
     places: TokenPlaces = field(default_factory=TokenPlaces)
+    text: TextPlace = field(default_factory=TextPlace)
     proposal: Sequence[int] = ()
     digest: int = 0
 
@@ -33,3 +36,4 @@ class SequenceDrafting:
         """The target's history changes from `length` on."""
         self.kv.truncate(length)
         self.places.truncate(length)
+        self.text.truncate(length)

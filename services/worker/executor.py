@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spool.engine.description import EngineDescription
-from spool.engine.drafting.proposer import Asked, Proposer, Proposers
+from spool.engine.drafting.proposer import Asked, Proposers
 from spool.engine.errors import DeviceLostError, one_line
 from spool.engine.kv.kv_store import KvStore
 from spool.engine.kv.pages import PagePool
@@ -106,11 +106,11 @@ class StepExecutor:
         clock: Callable[[], float] = time.perf_counter,
         kv_store: KvStore | None = None,
         prefix_cache: bool = True,
-        proposer: Proposer | None = None,
+        proposer: Proposers | None = None,
         remote: RemoteDraft | None = None,
     ) -> None:
         self.engine = engine
-        self._proposer: Proposer = proposer or Proposers()
+        self._proposer = proposer or Proposers()
         self._remote = remote
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
@@ -257,7 +257,8 @@ class StepExecutor:
                 timings = outcome.timings
                 for (place, row), row_outcome in zip(running.items(), outcome.rows, strict=True):
                     settled = results[place] = self._settle(row, row_outcome)
-                    if row.draft_length and self.engine.pool.rewinds and not isinstance(settled, RowResult):
+                    wanted = row.draft_length or self._proposer.remembers
+                    if wanted and self.engine.pool.rewinds and not isinstance(settled, RowResult):
                         self._add_offer(row, row_outcome)
         report = self._proposer.report()
         ended = self._ended = self._clock()

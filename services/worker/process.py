@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spool.engine.cpu.threads import keep_threads_apart
 from spool.engine.drafting.model_drafting import Draft
 from spool.engine.drafting.proposer import Lookup, Proposer, Proposers
+from spool.engine.drafting.text_store import TextStore
 from spool.engine.errors import one_line
 from spool.engine.settings import EngineSettings
 from spool.protos import worker_pb2
@@ -200,7 +201,8 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     engine = load_target_engine(settings, progress, None if gang is None else gang.start)
     if gang is not None:
         gang.loaded()
-    lookup = None if settings.lookup_match is None else Lookup(settings.lookup_match)
+    texts = TextStore(settings.lookup_memory) if settings.lookup_memory else None
+    lookup = None if settings.lookup_match is None else Lookup(settings.lookup_match, texts)
     own: Proposer | None = engine.head
     if settings.inside_draft is not None:
         own = _load_inside(engine, settings.inside_draft, progress)

@@ -60,7 +60,9 @@ def test_text_and_bits_of_logits_are_those_without_a_draft(
         # The last round may end amid a proposal.
         drafted, accepted = (sum(count[at] for one in got.values() for count in one.rounds[:-1]) for at in (0, 1))
         assert drafted > 0
-        assert accepted == drafted if kind == "same" else accepted < drafted
+        # Lookup finds the texts of the first policy under the second.
+        right = kind == "same" or ("lookup" in kind and policy is Policy.AUTO)
+        assert accepted == drafted if right else accepted < drafted
 
 
 def test_proposals_are_the_drafts_own_once_it_has_caught_up(pair: tuple[Path, Path]) -> None:

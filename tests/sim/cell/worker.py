@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from spool.engine.drafting.inside_target import InsideDrafting
 from spool.engine.drafting.model_drafting import ModelDrafting
-from spool.engine.drafting.proposer import Asked, Lookup, Proposer, Proposers
+from spool.engine.drafting.proposer import Asked, Lookup, Proposers
+from spool.engine.drafting.text_store import TextStore
 from spool.engine.steps import Computing, ProposeRow, VerifyRow
 from spool.protos import worker_pb2
 from spool.services.worker.drafting.remote import RemoteProposer
@@ -147,7 +148,7 @@ class SimulatedTarget(SimulatedWorker):
             self.model.description = replace(self.model.description, fingerprint={"spool": plan.release})
         lookup, draft, remote = None, None, None
         if plan.own_draft == LOOKUP:
-            lookup = Lookup(1)
+            lookup = Lookup(1, TextStore(1 << 20))
         elif plan.own_draft == OWN:
             self.own_draft = self._model(plan.pages, computed=self._drafts)
             draft = InsideDrafting(ModelDrafting(self.own_draft, prefix_cache=True))
@@ -172,7 +173,7 @@ class SimulatedTarget(SimulatedWorker):
                 worker.check_wait(worker.world.loop.now - began, wait_seconds)
                 return taken
 
-        proposer: Proposer = Timed(lookup, draft)
+        proposer = Timed(lookup, draft)
         self.executor = Watched(
             self.model,
             self.epoch,

@@ -85,6 +85,7 @@ internal:
         ("? [a]\n: 1", "not YAML: while constructing a mapping, line 1, column 1: ? [a] ^ found unhashable key"),
         (b"models: \xff", "not YAML: unacceptable character #x00ff"),
         ("engine:\n  kv_memory: lots", "engine.kv_memory is 'lots', could not parse value and unit"),
+        ("engine:\n  lookup_memory: 1KiB", "engine.lookup_memory is 1024, must be 0 or at least 1048576"),
         (
             "scheduling:\n  batch_size: 8\n  max_running: 4",
             "scheduling.max_running is 4, must be at least batch_size, which is 8",
@@ -217,7 +218,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
         [
             "scheduling={batch_size: 2, max_running: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
             "groups.target={kv_memory: 7MiB, threads: 3}",
-            "engine={kv_memory: 3MiB, prefix_cache: false}",
+            "engine={kv_memory: 3MiB, prefix_cache: false, lookup_memory: 0}",
             "models={quantization: int4}",
         ],
     )
@@ -226,6 +227,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
     assert (target.kv_memory_bytes, target.threads) == (7 << 20, 3)
+    assert (target.lookup_memory, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).lookup_memory) == (0, 64 << 20)
     draft = config.engine_settings(Role.DRAFT, "cpu", 1)
     assert target.quantization == draft.quantization == "int4"
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20

@@ -9,6 +9,7 @@ import pytest
 from spool.engine.drafting.prompt_lookup import TokenPlaces
 from spool.engine.drafting.proposer import Asked, Lookup
 from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.drafting.text_store import TextStore
 from spool.engine.kv.pages import PageTable
 from spool.engine.steps import RowOutcome, VerifyRow
 from spool.scheduler.sampling import SamplingParameters
@@ -72,3 +73,28 @@ def test_what_was_sampled_counts_and_is_replaced_where_another_token_is_committe
             del history[kept:]
             drafting.truncate(kept)
     assert found > 100
+
+
+def test_the_longer_match_counts_and_of_equal_ones_that_in_the_sequence() -> None:
+    lookup, ending = Lookup(2, TextStore(1 << 20)), list(range(100, 112))
+
+    def proposed(history: list[int], sampled: int, scope: bytes = b"", digest: int = 1) -> list[int]:
+        row = VerifyRow(PageTable(), history[-1:], (), True, history, 1, SamplingParameters())
+        row.draft_length, row.drafting = 3, SequenceDrafting(cache_scope=scope)
+        lookup.remember([row])
+        lookup.offer([row], [RowOutcome([sampled])], [digest])
+        (found,) = lookup.take([Asked(row.drafting, digest, 3)], 0.0)
+        return list(found)
+
+    assert proposed([1, *ending, 20, 21, 22], 23) == []
+    # Elsewhere twelve tokens are alike, here two, seven, and twelve as well.
+    assert proposed([2, *ending[-2:], 30, *ending[:-1]], ending[-1]) == [20, 21, 22]
+    assert proposed([3, *ending[-7:], 30, *ending[:-1]], ending[-1]) == [20, 21, 22]
+    assert proposed([4, *ending, 40, 41, *ending[:-1]], ending[-1]) == [40, 41, *ending[:1]]
+    # Fewer than eight are looked for here alone; a text that begins alike is longer than any other match.
+    assert proposed([5, *ending[-7:-1]], ending[-1]) == []
+    assert proposed([6, *ending[-2:], 30, *ending[-7:-1]], ending[-1]) == [30, *ending[-7:-5]]
+    assert proposed([4, *ending, 40, 41, *ending[:2]], ending[2]) == ending[3:6]
+    assert proposed([1, *ending, 20, 21], 22) == []
+    assert proposed([1, *ending], 20) == [21, 22]
+    assert proposed([1, *ending], 20, b"other") == []

@@ -9,6 +9,7 @@ import pytest
 
 from spool.engine.drafting.proposer import Asked, Lookup, Proposers
 from spool.engine.drafting.sequence import SequenceDrafting
+from spool.engine.drafting.text_store import TextStore
 from spool.engine.errors import DeviceLostError
 from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from spool.protos import worker_pb2
@@ -341,6 +342,23 @@ def test_output_that_is_expected_is_proposed_by_its_place() -> None:
     assert known == [*PROMPT, *output[: len(known) - 5]]
     assert found == [(0, 0), (5, 2), (2, 2), (0, 0), (0, 0)]
     assert oracle.offered == []
+
+
+def test_what_was_committed_in_plain_rounds_is_proposed_to_another_sequence() -> None:
+    """Also what was expected, and only what rows have fed: not what is sampled last."""
+    output = continuation(PROMPT, 20)
+    for expected in ([], [1, 2]):
+        lookup = Lookup(2, TextStore(1 << 20))
+        target = Conversation(StepExecutor(StandInEngine(), EPOCH, proposer=Proposers(lookup)))
+        parameters = worker_pb2.SequenceParameters(prompt_length=5, expected_output=expected)
+        known = list(PROMPT)
+        (reply,) = target.step(row(1, known, 0, parameters=parameters, sample=True))
+        for _ in range(5):
+            known += reply.tokens
+            (reply,) = target.step(row(1, known, len(known) - 1, sample=True))
+        (first,) = target.step(opening(2, sample=True, draft_length=8))
+        (second,) = target.step(row(2, [*PROMPT, *first.tokens], 5, sample=True, verify=8))
+        assert (second.verified, second.accepted, list(second.tokens)) == (4, 4, output[1:6])
 
 
 def test_what_failed_is_not_offered_and_what_left_is_forgotten() -> None:
