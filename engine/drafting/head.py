@@ -1,5 +1,5 @@
-"""What drafting heads have in common: a decoder layer with KV on pages that reads a token's embedding beside features,
-which come from hidden states of the target or, from the second proposed token on, from the layer itself."""
+"""What drafting heads have in common: decoder layers with KV on pages that read a token's embedding beside features,
+which come from hidden states of the target or, from the second proposed token on, from the layers themselves."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class DraftingHead(ABC):
     token_ids: Tensor | None = None
     columns: int
     nbytes: int
+    attends_to_write = False
+    """Whether KV of a pair depends on the pairs before it, as that of a second layer does."""
 
     def __init__(
         self, name: str, config: PreTrainedConfig, target: PreTrainedModel, kernels: CpuKernels | None
     ) -> None:
-        """`config`: of a model of one layer, the head's."""
+        """`config`: of a model of the head's layers."""
         self.name = name
         self.config = config
         self._target, self._kernels = target, kernels
@@ -51,7 +53,7 @@ class DraftingHead(ABC):
     def bytes_per_page(self, page_size: int) -> int:
         """Of KV, and of the features that a page keeps."""
         dtype, shape = self._target.dtype, self._shape.for_kernels(self._kernels)
-        return shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
+        return shape.layers * shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
 
     def bytes_of_passes(self, rows: int) -> int:
         """What CUDA graphs of so many rows need: logits, where they are computed and where they stay, and what lies
@@ -65,7 +67,7 @@ class DraftingHead(ABC):
 
     def kv(self, pages: int, page_size: int) -> PagedKv:
         shape, like = self._shape.for_kernels(self._kernels), self._target
-        return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
+        return PagedKv(shape.layers, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
 
     def made(self, linear: nn.Module) -> nn.Module:
         """What computes a linear layer: on a CPU, its kernels."""
@@ -76,16 +78,29 @@ class DraftingHead(ABC):
         """Of hidden states `[rows, layers * hidden]`, one layer's after the other's: `[rows, hidden]`, finite."""
 
     @abstractmethod
-    def write(self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor) -> None:
+    def write(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        kv: PagedKv,
+        slots: Tensor,
+        plan: AttentionPlan | None = None,
+    ) -> None:
         """Writes KV of pairs, of a position's features `[rows, hidden]` and the token after it, to slots as in
-        `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is."""
+        `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is. `plan`: where
+        the head `attends_to_write`."""
 
     @abstractmethod
-    def propose(
+    def outputs(
         self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
-        """As `write`, and gives logits `[rows, tokens]` of the token after the next, and the features that go with it.
-        Raises MemoryError."""
+    ) -> Tensor:
+        """As `write`, and gives the features `[rows, hidden]` that go with the token after the next. Raises
+        MemoryError."""
+
+    @abstractmethod
+    def logits(self, outputs: Tensor) -> Tensor:
+        """`[rows, columns]` of the token after the next."""
 
 
 class HeadWeights:

@@ -98,6 +98,7 @@ class HeadDrafting(LocalProposer):
         # Rows of the pass; of each pair, where its features are, its token, slot and position; and what pages keep.
         accepted, features, tokens, slots, positions = (list[int]() for _ in range(5))
         before, keeping, kept_on = (list[int]() for _ in range(3))
+        spans: list[Span] = []
         sizes = [len(row.tokens) + len(row.draft_tokens) for row in rows]
         firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
         fed = [each for each in zip(rows, outcomes, firsts, strict=True) if each[1].error is None]
@@ -109,6 +110,10 @@ class HeadDrafting(LocalProposer):
             base = len(accepted) - start
             accepted.extend(range(first, first + end - start))
             begin = context.feed(pages, start, end)
+            if begin < end - 1:
+                skipped = context.first_page(pages, begin)
+                owner, position = id(row.table), begin - skipped * size
+                spans.append(Span(len(tokens), end - 1 - begin, position, pages[skipped:], owner=owner))
             for t in range(begin, end - 1):
                 if t < start:
                     before.append(pages[t // size])
@@ -128,7 +133,8 @@ class HeadDrafting(LocalProposer):
         found = self._head.features(self._kept.rows[parts[0]])
         if tokens:
             of_pairs = torch.cat((found, self._last[parts[1]]))[parts[3]]
-            self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4])
+            plan = self._passes.backend.plan(spans, len(tokens)) if self._head.attends_to_write else None
+            self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4], plan)
         self._last[parts[7]] = found[parts[6]]
 
     def _propose(self, asking: Sequence[_Asking]) -> None:

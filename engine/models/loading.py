@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spool.engine.cpu.threads import run_on_any_processor
 from spool.engine.description import EngineDescription
-from spool.engine.drafting.eagle_head import EagleHead
 from spool.engine.drafting.head import DraftingHead
 from spool.engine.drafting.head_drafting import HeadDrafting
 from spool.engine.drafting.head_passes import MOST_GRAPHED_ROWS
 from spool.engine.drafting.model_draft import DraftEngine
 from spool.engine.drafting.mtp_head import MtpHead
+from spool.engine.drafting.speculators.drafters import drafter_class
 from spool.engine.drafting.token_map import TokenMap, map_tokens
 from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
 from spool.engine.exactness.calibration import calibrate, candidate_row_counts
@@ -134,7 +134,7 @@ def _load_head(settings: EngineSettings, target: Path, loaded: LoadedModel, prog
     name = str(settings.draft_head)
     folder = target if name == MTP else fetch_model(resolve_model(name, Role.DRAFT), progress)
     progress(f"loading {name}", None)
-    kind = MtpHead if name == MTP else EagleHead
+    kind = MtpHead if name == MTP else drafter_class(folder)
     return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
 
 
