@@ -4,6 +4,7 @@ which come from hidden states of the target or, from the second proposed token o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +21,17 @@ from spool.engine.models.loaded_model import KvShape
 from spool.engine.models.weights import PLAIN_FLOATS, wrong_shape
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows of one sequence in a pass for all tokens of its proposal: their `tokens`, at consecutive positions, the
+    first of which has the features of the last pair. `proposing`: the rows that tokens are proposed from. `is_causal`:
+    otherwise each row sees the whole block."""
+
+    tokens: list[int]
+    proposing: range
+    is_causal: bool = True
+
+
 class DraftingHead(ABC):
     """`layers`: those of the target whose inputs its features are made of; as many as the target has layers means
     behind its last norm. `token_ids`, int64 and ascending: the tokens of the `columns` of its logits; None for all of
@@ -31,6 +43,10 @@ class DraftingHead(ABC):
     nbytes: int
     attends_to_write = False
     """Whether KV of a pair depends on the pairs before it, as that of a second layer does."""
+    at_once = False
+    """Whether all tokens of a proposal come from one pass, over a `block`."""
+    mask_features: Tensor
+    """Features `[hidden]` of the rows of a block behind its first."""
 
     def __init__(
         self, name: str, config: PreTrainedConfig, target: PreTrainedModel, kernels: CpuKernels | None
@@ -90,6 +106,10 @@ class DraftingHead(ABC):
         """Writes KV of pairs, of a position's features `[rows, hidden]` and the token after it, to slots as in
         `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is. `plan`: where
         the head `attends_to_write`."""
+
+    def block(self, sampled: int, length: int) -> Block:
+        """Of a proposal of up to `length` tokens behind the sampled one."""
+        raise NotImplementedError
 
     @abstractmethod
     def outputs(

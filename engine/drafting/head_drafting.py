@@ -1,8 +1,8 @@
 """Proposals of a drafting head beside a target: what follows the token that the target has just sampled.
 
 After each pass of the target the head computes KV for what was accepted, whether or not a proposal is asked for: a part
-of a layer's work. A proposal takes a pass of the head for each token, and is made once the step's reply has left; its
-tokens stay on the device until all of them are chosen.
+of a layer's work. A proposal takes a pass of the head for each token, or one for all of them, and is made once the
+step's reply has left; its tokens stay on the device until all of them are chosen.
 Rejected tokens leave the head's KV as they leave the target's, since both are on the same pages
 (engine/drafting/context.py).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spool.engine.attention.backends import Span
 from spool.engine.drafting.context import HeadContext
-from spool.engine.drafting.head import DraftingHead
+from spool.engine.drafting.head import Block, DraftingHead
 from spool.engine.drafting.head_passes import HeadPasses
 from spool.engine.drafting.proposer import LocalProposer
 from spool.engine.kv.pages import PagePool
@@ -83,11 +83,9 @@ class HeadDrafting(LocalProposer):
                 asking.append(_Asking(row, digest, outcome.tokens[-1], last, first_page, context))
         if not asking:
             return
-        kept_on = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
         with current(self._device):
-            self._passes.begin(self._last[on_device(kept_on, self._device)])
-            self._propose(asking)
-        for one in asking:
+            proposed = self._propose_at_once(asking) if self._head.at_once else self._propose(asking)
+        for one in proposed:
             length = one.row.table.length
             self._context.fill(one.row.table.pages, length - 1, length)
             one.row.drafting.keep(one.digest, [*takewhile(lambda token: token >= 0, one.proposal)])
@@ -137,9 +135,73 @@ class HeadDrafting(LocalProposer):
             self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4], plan)
         self._last[parts[7]] = found[parts[6]]
 
-    def _propose(self, asking: Sequence[_Asking]) -> None:
+    def _features_of(self, asking: Sequence[_Asking]) -> Tensor:
+        """Of the last positions."""
+        pages = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
+        return self._last[on_device(pages, self._device)]
+
+    def _propose_at_once(self, asking: Sequence[_Asking]) -> list[_Asking]:
+        """All tokens in one pass. Gives the rows that pages had room for."""
+        lengths = [one.row.table.length for one in asking]
+        try:
+            blocks = [(one, block) for one in asking if (block := self._block(one)) is not None]
+            if not blocks:
+                return []
+            proposed = [one for one, _ in blocks]
+            features = torch.cat((self._features_of(proposed), self._head.mask_features.unsqueeze(0)))
+            # The last features are those of masked rows.
+            which = [
+                number for place, (_, block) in enumerate(blocks) for number in (place, *[-1] * (len(block.tokens) - 1))
+            ]
+            self._passes.begin(features[on_device(which, self._device)])
+            logits = self._passes.run(self._batch_of_blocks(blocks))
+            contexts = [
+                replace(one.context, position=one.context.position + number)
+                for one, block in blocks
+                for number in range(len(block.proposing))
+            ]
+            every = choose_tokens(logits, contexts, self._head.token_ids, self._scan).tolist()
+        finally:
+            for one, length in zip(asking, lengths, strict=True):
+                self._pool.truncate(one.row.table, length)
+        for one, block in blocks:
+            one.proposal, every = every[: len(block.proposing)], every[len(block.proposing) :]
+        return proposed
+
+    def _block(self, one: _Asking) -> Block | None:
+        """The largest one that there is room for, which is made."""
+        for length in range(one.row.draft_length, 0, -1):
+            block = self._head.block(one.sampled, length)
+            if self._pool.can_append(one.row.table, len(block.tokens) - 1):
+                self._pool.append(one.row.table, len(block.tokens) - 1)
+                return block
+        return None
+
+    def _batch_of_blocks(self, blocks: Sequence[tuple[_Asking, Block]]) -> TokenBatch:
+        size, kv = self._pool.page_size, self._passes.kv
+        spans, tokens, slots, positions, proposing = list[Span](), *(list[int]() for _ in range(4))
+        for one, block in blocks:
+            pages, first, rows = one.row.table.pages, len(tokens), len(block.tokens)
+            seen, start = pages[one.first_page :], one.position - one.first_page * size
+            if block.is_causal:
+                spans.append(Span(first, rows, start, seen, owner=id(one.row.table)))
+            else:
+                # Each row as if it were at the last position.
+                last = start + rows - 1
+                spans += [Span(first + row, 1, last, seen, owner=id(one.row.table)) for row in range(rows)]
+            proposing += [first + row for row in block.proposing]
+            tokens += block.tokens
+            for position in range(one.position, one.position + rows):
+                slots.append(pages[position // size] * size + position % size)
+                positions.append(position)
+        padding = [0] * (self._passes.padded(len(tokens)) - len(tokens))
+        slots += [kv.padding_slot] * len(padding)
+        return TokenBatch(tokens + padding, positions + padding, [slots], proposing, [spans], len(tokens))
+
+    def _propose(self, asking: Sequence[_Asking]) -> Sequence[_Asking]:
         """Token by token, as long as rows want one and there are pages. A proposal ends before a token whose logits are
-        not finite; penalties count no token of it."""
+        not finite; penalties count no token of it. Gives all rows."""
+        self._passes.begin(self._features_of(asking))
         lengths = [one.row.table.length for one in asking]
         growing, found, fed = list(asking), list[tuple[list[_Asking], Tensor]](), None
         try:
@@ -160,6 +222,7 @@ class HeadDrafting(LocalProposer):
         every = torch.cat([tokens for _, tokens in found]).tolist()
         for one, token in zip(chain(*(rows for rows, _ in found)), every, strict=True):
             one.proposal.append(token)
+        return asking
 
     def _batch(self, growing: Sequence[_Asking], fed: Tensor | None) -> TokenBatch:
         """The next pair of each row. `fed`: the tokens of those behind the first, on the device."""

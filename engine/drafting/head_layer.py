@@ -29,9 +29,10 @@ class HeadLayer:
         made: Callable[[nn.Module], nn.Module],
         head_norms: bool = False,
         parts: int = 1,
+        window: int | None = None,
     ) -> None:
         """Tensors of names that begin with `prefix`; KV is that of layer `number` on the pages. Attention reads rows of
-        `parts * hidden`. `made` as `DraftingHead.made`."""
+        `parts * hidden`. `made` as `DraftingHead.made`; `window` as in `AttentionRule`."""
         hidden, inner = config.hidden_size, config.intermediate_size
         self._head_dim, self._hidden, self._epsilon = config.head_dim, hidden, config.rms_norm_eps
         self._query_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -55,7 +56,7 @@ class HeadLayer:
             counts = (self._query_heads, self._kv_heads)
             self._head_norms = torch.cat([norm.expand(count, -1) for norm, count in zip(each, counts, strict=True)])
         self._activation = ACT2FN[config.hidden_act]
-        self._rule = AttentionRule(self._head_dim**-0.5)
+        self._rule = AttentionRule(self._head_dim**-0.5, window)
 
     def normed(self, rows: Tensor) -> Tensor:
         """Rows `[rows, hidden]` as attention reads them."""

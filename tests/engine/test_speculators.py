@@ -30,7 +30,7 @@ from tests.support.in_process import run_in_process
 from tests.support.speculator_heads import PROMPTS, fixed_prompt, fixed_target, golden_cases, save_drafter
 from tests.support.tiny_models import VOCABULARY
 
-GOLDEN = {name: case for name, case in golden_cases().items() if name.startswith("eagle3")}
+GOLDEN = {name: case for name, case in golden_cases().items() if "dflash" not in name}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = [
     ("eagle3", {f"{LAYER}.vocab_size": 100}, {}, "vocab_size is 100, must be 96"),
     ("eagle3", {f"{LAYER}.hidden_act": "nope"}, {}, "hidden_act 'nope'"),
     ("eagle3", {"target_hidden_size": 128}, {}, "target_hidden_size is 128, must be None or 64"),
-    ("eagle3", {"draft_vocab_size": None}, {}, "draft_vocab_size"),
+    ("eagle3", {"draft_vocab_size": None}, {}, "draft_vocab_size is None, must be a number"),
     ("eagle3", {"norm_output": "no"}, {}, "norm_output is 'no', must be False or True"),
     ("eagle3.1", {"norm_before_fc": True}, {}, "fc_norm with norm_before_fc"),
     ("eagle3", {"speculators_config.algorithm": "eagle"}, {}, "algorithm is 'eagle', must be eagle3"),
@@ -143,6 +143,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = [
     ("eagle3", {f"{LAYER}.mlp_bias": True}, {}, r"holds no layers.0.mlp.down_proj.bias"),
     ("eagle3", {}, {"mask_hidden": torch.ones(1, 1, 192)}, "holds mask_hidden, which its configuration has no place"),
     ("eagle3", {}, {"d2t": None}, "holds no d2t"),
+    ("eagle3", {"mask_token_id": 91}, {}, "has mask_token_id, which is not known"),
+    ("peagle", {"mask_token_id": None}, {}, "mask_token_id is None, must be a number"),
+    ("peagle", {"mask_token_id": 96}, {}, "mask_token_id is 96, must be below 96"),
+    ("peagle", {}, {"mask_hidden": None}, "holds no mask_hidden"),
+    ("peagle", {}, {"mask_hidden": ONES.view(1, 1, 64)}, r"mask_hidden has the shape \[1, 1, 64\], must have"),
 ]
 
 

@@ -15,13 +15,21 @@ from spool.engine.errors import UnsupportedModelError
 from spool.engine.leftovers import WAY_OUT, is_ignored, listed
 
 _DEFAULT_FAMILY = "qwen3"
-_FAMILIES = ("llama", _DEFAULT_FAMILY)
+_FAMILIES = {"eagle3": ("llama", "qwen3"), "peagle": ("llama", "qwen3"), "dflash": ("qwen3",)}
 """Whose layers drafters have."""
 
 _OF_ALL = {"speculators_model_type", "transformer_layer_config", "draft_vocab_size", "target_hidden_size"}
-_FLAGS = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
-_USED = {"eagle3": _OF_ALL | _FLAGS | {"eagle_aux_hidden_state_layer_ids"}}
+_FLAGS_OF_EAGLE = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
+_FLAGS_OF_DFLASH = {"sample_from_anchor", "sliding_window_non_causal"}
+_OF_EAGLE = _OF_ALL | _FLAGS_OF_EAGLE | {"eagle_aux_hidden_state_layer_ids"}
+_USED = {
+    "eagle3": _OF_EAGLE,
+    "peagle": _OF_EAGLE | {"mask_token_id"},
+    "dflash": _OF_ALL | _FLAGS_OF_DFLASH | {"aux_hidden_state_layer_ids", "block_size", "mask_token_id"},
+}
 """Keys that say what a drafter of each type computes."""
+_NUMBERS = ("draft_vocab_size", "block_size", "mask_token_id")
+"""Those of them that have to be there where they are used."""
 
 _UNUSED = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "has_no_defaults_at_init", "embed_requires_grad"),
@@ -63,16 +71,13 @@ class DrafterConfig:
 
 
 def read_drafter_config(folder: Path, ignored: Sequence[str]) -> DrafterConfig:
-    """Raises UnsupportedModelError that names a key which is unknown, but those of `ignored`, or what it says."""
+    """Of a type that `drafter_class` knows. Raises UnsupportedModelError that names a key which is unknown, but those
+    of `ignored`, or which says what cannot be."""
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{folder.name}/config.json cannot be read: {error}") from error
-    kind = fields.get("speculators_model_type")
-    if kind not in _USED:
-        raise UnsupportedModelError(
-            f"{folder.name}: speculators_model_type is {kind!r}, must be {' or '.join(sorted(_USED))}"
-        )
+    kind = fields["speculators_model_type"]
     layers, about = (_object(folder, fields, name) for name in ("transformer_layer_config", "speculators_config"))
     rope = {name: _object(folder, layers, name) for name in ("rope_parameters", "rope_scaling")}
     unknown = _beside(fields, _USED[kind] | _UNUSED)
@@ -84,12 +89,15 @@ def read_drafter_config(folder: Path, ignored: Sequence[str]) -> DrafterConfig:
         raise UnsupportedModelError(f"{folder.name}/config.json has {listed(unknown)}, which is not known: {WAY_OUT}")
     family = layers.get("model_type", _DEFAULT_FAMILY)
     expected: dict[str, tuple[Any, Collection[Any]]] = {
-        "transformer_layer_config.model_type": (family, _FAMILIES),
+        "transformer_layer_config.model_type": (family, _FAMILIES[kind]),
         "speculators_config.algorithm": (about.get("algorithm", kind), (kind,)),
         "target_hidden_size": (fields.get("target_hidden_size"), (None, layers.get("hidden_size"))),
-        "type of draft_vocab_size": (type(fields.get("draft_vocab_size")), (int,)),
     }
-    expected |= {name: (fields[name], (False, True)) for name in _FLAGS & fields.keys()}
+    of_numbers = {name: fields.get(name) for name in _NUMBERS if name in _USED[kind]}
+    for name, number in of_numbers.items():
+        if type(number) is not int or number < 0:
+            raise UnsupportedModelError(f"{folder.name}: {name} is {number!r}, must be a number")
+    expected |= {name: (fields[name], (False, True)) for name in (_FLAGS_OF_EAGLE | _FLAGS_OF_DFLASH) & fields.keys()}
     if fields.get("norm_before_fc"):
         expected["fc_norm with norm_before_fc"] = fields.get("fc_norm", False), (False,)
     for name, (found, allowed) in expected.items():

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from spool.engine.drafting.eagle_head import EagleHead
+from spool.engine.drafting.speculators.peagle_head import PeagleHead
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.models.drafting_head import speculator_type
 
-_CLASSES = {"eagle3": EagleHead}
+_CLASSES: dict[str | None, type[EagleHead]] = {
+    **{None: EagleHead, "eagle3": EagleHead},
+    **{"peagle": PeagleHead},
+}
 """By the type that speculators gives them."""
 
 
 def drafter_class(folder: Path) -> type[EagleHead]:
     """Raises UnsupportedModelError for a type that is not known."""
     kind = speculator_type(folder)
-    if kind is not None and kind not in _CLASSES:
-        raise UnsupportedModelError(f"{folder.name}: speculators_model_type is {kind}, must be {' or '.join(_CLASSES)}")
-    return EagleHead if kind is None else _CLASSES[kind]
+    if kind not in _CLASSES:
+        known = " or ".join(one for one in _CLASSES if one)
+        raise UnsupportedModelError(f"{folder.name}: speculators_model_type is {kind}, must be {known}")
+    return _CLASSES[kind]

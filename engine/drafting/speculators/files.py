@@ -22,6 +22,7 @@ from spool.engine.models.weights import safetensors_files, wrong_shape
 _PICKLED = "pytorch_model.bin"
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """A mask of the target's tokens, which `d2t` says as well, and what a drafter was trained towards."""
+_WINDOWS = "full_attention, or of dflash with sliding_window_non_causal also sliding_attention"
 _CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
@@ -37,21 +38,28 @@ def layers_of(
         raise UnsupportedModelError(f"{folder.name}/config.json cannot be used: {one_line(error)}") from error
 
 
-def check_fits(folder: Path, read: DrafterConfig, config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for layers that do not fit `model`, the target, or that are of no known kind."""
+def check_fits(
+    folder: Path, read: DrafterConfig, config: PreTrainedConfig, model: PreTrainedModel, windows: bool = False
+) -> None:
+    """Raises UnsupportedModelError for layers that do not fit `model`, the target, or that are of no known kind.
+    `windows`: whether they may have any."""
     target, name = model.config, folder.name
     for field, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if getattr(config, field) != own:
             raise UnsupportedModelError(
                 f"{name} does not fit the target: {field} is {getattr(config, field)}, must be {own}"
             )
+    mask = read.fields.get("mask_token_id") if read.is_speculator else None
+    if mask is not None and mask >= config.vocab_size:
+        raise UnsupportedModelError(f"{name}: mask_token_id is {mask}, must be below {config.vocab_size}")
     if has_moving_rope(config):
         kind = config.rope_parameters["rope_type"]
         raise UnsupportedModelError(f"{name} has positions of type {kind}, must have fixed frequencies")
     if config.num_hidden_layers != 1 and not read.is_speculator:
         raise UnsupportedModelError(f"{name} has {config.num_hidden_layers} layers, must have 1")
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise UnsupportedModelError(f"{name} has layer_types {', '.join(sorted(kinds))}, must be full_attention")
+    known = {"full_attention", "sliding_attention"} if windows else {"full_attention"}
+    if kinds := set(getattr(config, "layer_types", None) or ()) - known:
+        raise UnsupportedModelError(f"{name} has layer_types {', '.join(sorted(kinds))}, must be {_WINDOWS}")
 
 
 def read_tensors(
