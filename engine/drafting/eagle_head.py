@@ -21,7 +21,7 @@ from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.drafting.head import DraftingHead, HeadWeights
 from spool.engine.drafting.head_layer import HeadLayer
 from spool.engine.drafting.speculators.config import DrafterConfig, read_drafter_config
-from spool.engine.drafting.speculators.files import check_fits, layers_of, read_tensors, token_ids_of
+from spool.engine.drafting.speculators.files import check_embedding, check_fits, layers_of, read_tensors, token_ids_of
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.leftovers import changes_nothing, refuse_unused
 from spool.engine.models.drafting_head import FEATURES, feature_layers, read_head_config, speculator_type
@@ -153,6 +153,8 @@ class EagleHead(DraftingHead):
         self._norm = weights.tensor("norm.weight", hidden)
         own = "embed_tokens.weight"
         self._embedding = weights.tensor(own, config.vocab_size, hidden) if own in weights.stored else None
+        if self._embedding is None and read.is_speculator:
+            check_embedding(Path(self.name), self._target)
         self.nbytes = weights.nbytes
 
 

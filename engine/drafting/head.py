@@ -45,6 +45,7 @@ class DraftingHead(ABC):
     """Whether KV of a pair depends on the pairs before it, as that of a second layer does."""
     at_once = False
     """Whether all tokens of a proposal come from one pass, over a `block`."""
+    has_windows = False
     mask_features: Tensor
     """Features `[hidden]` of the rows of a block behind its first."""
 

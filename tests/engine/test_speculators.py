@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spool.engine.drafting.head_passes import HeadPasses
 from spool.engine.errors import UnsupportedModelError
+from spool.engine.kv.pages import PageTable
 from spool.engine.models.drafting_head import is_drafting_head
 from spool.engine.passes.layout import TokenBatch
 from spool.scheduler.config import Policy, SchedulerConfig
@@ -30,7 +31,9 @@ from tests.support.in_process import run_in_process
 from tests.support.speculator_heads import PROMPTS, fixed_prompt, fixed_target, golden_cases, save_drafter
 from tests.support.tiny_models import VOCABULARY
 
-GOLDEN = {name: case for name, case in golden_cases().items() if "dflash" not in name}
+GOLDEN = golden_cases()
+ROW_COUNTS = (1, 8, 32)
+"""Of graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_proposals_and_logits_are_those_of_the_package(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphed: bool
 ) -> None:
     case, passes = GOLDEN[name], list[Tensor]()
-    captures = with_graphs(monkeypatch) if graphed else None
+    captures = with_graphs(monkeypatch, row_counts=ROW_COUNTS) if graphed else None
     run = HeadPasses.run
 
     def seen(self: HeadPasses, batch: TokenBatch) -> Tensor:
@@ -67,11 +70,19 @@ def test_proposals_and_logits_are_those_of_the_package(
         assert captures.replays >= len(passes)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize(
+    ("name", "graphed"),
+    [
+        *((name, False) for name in GOLDEN),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in ("peagle", "dflash")),
+    ],
+)
 def test_verified_tokens_leave_the_drafter_as_their_text_in_a_prompt_does(
-    target: Path, tmp_path: Path, name: str
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphed: bool
 ) -> None:
     """Accepted, rejected, and of several sequences in one pass."""
+    if graphed:
+        with_graphs(monkeypatch, row_counts=ROW_COUNTS)
     engine, rng = load(target, save_drafter(tmp_path / "drafter", GOLDEN[name])), random.Random(1)
     followers = [Follower(engine, fixed_prompt(length)) for length in PROMPTS]
     model = fixed_target()
@@ -147,6 +158,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = [
     ("peagle", {"mask_token_id": None}, {}, "mask_token_id is None, must be a number"),
     ("peagle", {"mask_token_id": 96}, {}, "mask_token_id is 96, must be below 96"),
     ("peagle", {}, {"mask_hidden": None}, "holds no mask_hidden"),
+    ("dflash", {"block_size": 1}, {}, "block_size is 1, must be at least 2"),
+    ("dflash", {"block_size": "8"}, {}, "block_size is '8', must be a number"),
+    ("dflash", {"mask_token_id": 96}, {}, "mask_token_id is 96, must be below 96"),
+    ("dflash", {"sample_from_anchor": 1.5}, {}, "sample_from_anchor is 1.5, must be False or True"),
+    ("dflash", {"norm_output": True}, {}, "has norm_output, which is not known"),
+    ("dflash", {"markov_rank": 4}, {}, "has markov_rank, which is not known"),
+    ("dflash", {"aux_hidden_state_layer_ids": None}, {}, "has no aux_hidden_state_layer_ids"),
+    ("dflash", {"aux_hidden_state_layer_ids": [0, 4]}, {}, r"layers \[0, 4\], must be some of the target's 4 in order"),
+    ("dflash", {f"{LAYER}.model_type": "llama"}, {}, "model_type is 'llama', must be qwen3"),
+    ("dflash, windows", {"sliding_window_non_causal": False}, {}, "layer_types sliding_attention, must be full_atten"),
+    ("dflash", {}, {"hidden_norm.weight": None}, "holds no hidden_norm.weight"),
+    ("dflash", {}, {"layers.1.self_attn.k_norm.weight": None}, "holds no layers.1.self_attn.k_norm.weight"),
+    ("dflash", {}, {"lm_head.weight": None}, "holds no lm_head.weight"),
+    ("dflash", {}, {"aux_hidden_norms.0.weight": ONES}, "holds aux_hidden_norms.0.weight, which its configuration"),
     ("peagle", {}, {"mask_hidden": ONES.view(1, 1, 64)}, r"mask_hidden has the shape \[1, 1, 64\], must have"),
 ]
 
@@ -158,6 +183,34 @@ def test_what_is_not_understood_is_refused_by_name(
     drafter = save_drafter(tmp_path / "drafter", GOLDEN[name], config, tensors)
     with pytest.raises(UnsupportedModelError, match=reason):
         load(target, drafter)
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("peagle", [3, 2, 1]), ("dflash", [])])
+def test_a_pass_for_all_tokens_proposes_as_many_as_there_is_room_for(
+    target: Path, tmp_path: Path, name: str, lengths: list[int]
+) -> None:
+    """A block that has no room is not computed, and the next one is what it would be."""
+    case = GOLDEN[name]
+    engine = load(target, save_drafter(tmp_path / "drafter", case), kv_pages=2)
+    follower = Follower(engine, fixed_prompt(30))
+    for length in lengths or [0, 0, 0]:
+        assert len(follower.step()) == length
+    engine.pool.check_conservation([follower.table])
+    engine.pool.free(follower.table)
+    assert Follower(engine, fixed_prompt(PROMPTS[1])).step() == case["proposals"][1]
+
+
+@pytest.mark.parametrize("name", ["peagle", "dflash"])
+def test_a_block_without_room_is_made_up_for(target: Path, tmp_path: Path, name: str) -> None:
+    """Its pair is written with the next ones."""
+    drafter = save_drafter(tmp_path / "drafter", GOLDEN[name])
+    engine, taken = load(target, drafter, kv_pages=3), PageTable()
+    follower = Follower(engine, fixed_prompt(29))
+    engine.pool.append(taken, 16)
+    assert len(follower.step()) < 5
+    engine.pool.free(taken)
+    proposal = follower.step()
+    assert Follower(load(target, drafter), follower.known[:-1]).step() == proposal != []
 
 
 def test_what_changes_no_proposal_is_taken_and_what_is_ignored_left_out(target: Path, tmp_path: Path) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from spool.engine.drafting.eagle_head import EagleHead
+from spool.engine.drafting.speculators.dflash_head import DflashHead
 from spool.engine.drafting.speculators.peagle_head import PeagleHead
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.models.drafting_head import speculator_type
 
-_CLASSES: dict[str | None, type[EagleHead]] = {
+_CLASSES: dict[str | None, type[EagleHead | DflashHead]] = {
     **{None: EagleHead, "eagle3": EagleHead},
-    **{"peagle": PeagleHead},
+    **{"peagle": PeagleHead, "dflash": DflashHead},
 }
 """By the type that speculators gives them."""
 
 
-def drafter_class(folder: Path) -> type[EagleHead]:
+def drafter_class(folder: Path) -> type[EagleHead | DflashHead]:
     """Raises UnsupportedModelError for a type that is not known."""
     kind = speculator_type(folder)
     if kind not in _CLASSES:

@@ -17,6 +17,7 @@ from spool.engine.drafting.speculators.config import DrafterConfig
 from spool.engine.errors import UnsupportedModelError, one_line
 from spool.engine.leftovers import refuse_unused
 from spool.engine.models.compatibility import check_sizes, has_moving_rope
+from spool.engine.models.dtype import EMBEDDING_SCALE
 from spool.engine.models.weights import safetensors_files, wrong_shape
 
 _PICKLED = "pytorch_model.bin"
@@ -60,6 +61,15 @@ def check_fits(
     known = {"full_attention", "sliding_attention"} if windows else {"full_attention"}
     if kinds := set(getattr(config, "layer_types", None) or ()) - known:
         raise UnsupportedModelError(f"{name} has layer_types {', '.join(sorted(kinds))}, must be {_WINDOWS}")
+
+
+def check_embedding(folder: Path, model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError where `model`, the target, multiplies its embedding, which a drafter does not."""
+    embedding = model.get_input_embeddings()
+    if float(getattr(embedding, EMBEDDING_SCALE, getattr(embedding, "scale", 1.0))) != 1.0:
+        raise UnsupportedModelError(
+            f"{folder.name} has no embedding of its own, and {model.config.model_type} multiplies that of the target"
+        )
 
 
 def read_tensors(
