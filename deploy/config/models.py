@@ -50,7 +50,7 @@ class ModelsSection(Section):
         "or `none`. Unset: demo for the demo target, else ngram.",
     )
     draft_kind: Literal["auto", "model", "head"] = described(
-        "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
+        "auto", "`head`: a drafting head, which runs in the targets; `auto`: as a config.json here says."
     )
     draft_in: Literal["auto", "workers", "targets"] = described(
         "auto",

@@ -4,7 +4,6 @@ which come from hidden states of the target or, from the second proposed token o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,22 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spool.engine.attention.backends import AttentionPlan
 from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.cpu.linear import kernel_linear
+from spool.engine.drafting.speculators.blocks import Block
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.layers.linear import linear_of
 from spool.engine.models.loaded_model import KvShape
 from spool.engine.models.weights import PLAIN_FLOATS, wrong_shape
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The rows of one sequence in a pass for all tokens of its proposal: their `tokens`, at consecutive positions, the
-    first of which has the features of the last pair. `proposing`: the rows that tokens are proposed from. `is_causal`:
-    otherwise each row sees the whole block."""
-
-    tokens: list[int]
-    proposing: range
-    is_causal: bool = True
 
 
 class DraftingHead(ABC):

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from spool.engine.attention.backends import Span
 from spool.engine.drafting.context import HeadContext
-from spool.engine.drafting.head import Block, DraftingHead
+from spool.engine.drafting.head import DraftingHead
 from spool.engine.drafting.head_passes import HeadPasses
 from spool.engine.drafting.proposer import LocalProposer
+from spool.engine.drafting.speculators.blocks import Block, PlacedBlock, batch_of_blocks, features_of_blocks
 from spool.engine.kv.pages import PagePool
 from spool.engine.passes.device import current, on_device
 from spool.engine.passes.features import Features
@@ -149,12 +150,12 @@ class HeadDrafting(LocalProposer):
                 return []
             proposed = [one for one, _ in blocks]
             features = torch.cat((self._features_of(proposed), self._head.mask_features.unsqueeze(0)))
-            # The last features are those of masked rows.
-            which = [
-                number for place, (_, block) in enumerate(blocks) for number in (place, *[-1] * (len(block.tokens) - 1))
+            self._passes.begin(features[on_device(features_of_blocks([block for _, block in blocks]), self._device)])
+            placed = [
+                PlacedBlock(block, one.row.table.pages, one.position, one.first_page, id(one.row.table))
+                for one, block in blocks
             ]
-            self._passes.begin(features[on_device(which, self._device)])
-            logits = self._passes.run(self._batch_of_blocks(blocks))
+            logits = self._passes.run(batch_of_blocks(placed, self._passes.kv, self._passes.padded))
             contexts = [
                 replace(one.context, position=one.context.position + number)
                 for one, block in blocks
@@ -176,27 +177,6 @@ class HeadDrafting(LocalProposer):
                 self._pool.append(one.row.table, len(block.tokens) - 1)
                 return block
         return None
-
-    def _batch_of_blocks(self, blocks: Sequence[tuple[_Asking, Block]]) -> TokenBatch:
-        size, kv = self._pool.page_size, self._passes.kv
-        spans, tokens, slots, positions, proposing = list[Span](), *(list[int]() for _ in range(4))
-        for one, block in blocks:
-            pages, first, rows = one.row.table.pages, len(tokens), len(block.tokens)
-            seen, start = pages[one.first_page :], one.position - one.first_page * size
-            if block.is_causal:
-                spans.append(Span(first, rows, start, seen, owner=id(one.row.table)))
-            else:
-                # Each row as if it were at the last position.
-                last = start + rows - 1
-                spans += [Span(first + row, 1, last, seen, owner=id(one.row.table)) for row in range(rows)]
-            proposing += [first + row for row in block.proposing]
-            tokens += block.tokens
-            for position in range(one.position, one.position + rows):
-                slots.append(pages[position // size] * size + position % size)
-                positions.append(position)
-        padding = [0] * (self._passes.padded(len(tokens)) - len(tokens))
-        slots += [kv.padding_slot] * len(padding)
-        return TokenBatch(tokens + padding, positions + padding, [slots], proposing, [spans], len(tokens))
 
     def _propose(self, asking: Sequence[_Asking]) -> Sequence[_Asking]:
         """Token by token, as long as rows want one and there are pages. A proposal ends before a token whose logits are

@@ -319,6 +319,7 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         ("llama", {AUXILIARY: [0, 1, 4]}, {}, r"layers \[0, 1, 4\], must be 3 of the target's 4"),
         ("llama", {AUXILIARY: None}, {}, r"layers \[2, 2, 1\], must be 3 of the target's 4"),
         ("llama", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
+        ("llama", {"norm_output": True}, {}, "norm_output is True"),
         ("llama", {}, {"fc.weight": None}, "holds no fc.weight"),
         ("llama", {}, {"fc.weight": SQUARE}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
         ("llama", {}, {"norm.weight": NO_NUMBERS}, "norm.weight holds a value that is not a finite number"),

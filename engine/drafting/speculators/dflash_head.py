@@ -19,8 +19,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from spool.engine.attention.backends import AttentionPlan
 from spool.engine.attention.paged_step import signed_rotation
 from spool.engine.cpu.kernels import CpuKernels
-from spool.engine.drafting.head import Block, DraftingHead, HeadWeights
+from spool.engine.drafting.head import DraftingHead, HeadWeights
 from spool.engine.drafting.head_layer import HeadLayer
+from spool.engine.drafting.speculators.blocks import Block
 from spool.engine.drafting.speculators.config import read_drafter_config
 from spool.engine.drafting.speculators.files import check_embedding, check_fits, layers_of, read_tensors, token_ids_of
 from spool.engine.errors import UnsupportedModelError

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from spool.engine.drafting.eagle_head import EagleHead
-from spool.engine.drafting.head import Block, HeadWeights
+from spool.engine.drafting.head import HeadWeights
+from spool.engine.drafting.speculators.blocks import Block
 from spool.engine.drafting.speculators.config import DrafterConfig
 
 
