@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.lookup.prompt_lookup import TokenPlaces
 from spool.engine.drafting.sequence import SequenceDrafting
 from spool.engine.kv.pages import PageTable
 from spool.engine.sampling.grammars import GrammarState

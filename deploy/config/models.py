@@ -12,7 +12,7 @@ from pydantic import ByteSize, field_validator
 from spool.deploy.config.section import Section, described
 from spool.deploy.errors import UsageError
 from spool.engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
-from spool.engine.drafting.text_store import MOST_SCOPES, TOKEN_BYTES
+from spool.engine.drafting.lookup.text_store import MOST_SCOPES, TOKEN_BYTES
 from spool.engine.models.drafting_head import is_drafting_head
 from spool.engine.settings import (
     BATCHED_TOKENS_ON_CPU,
@@ -54,7 +54,7 @@ class ModelsSection(Section):
         "(the target's MTP layer), `ngram` (prompt lookup) or `none`. Unset: demo for the demo target, else ngram.",
     )
     draft_kind: Literal["auto", "model", "head"] = described(
-        "auto", "`head`: an EAGLE-3 head, which runs in the targets; `auto`: as a config.json here says."
+        "auto", "`head`: a drafting head, which runs in the targets; `auto`: as a config.json here says."
     )
     draft_in: Literal["auto", "workers", "targets"] = described(
         "auto",

@@ -1,5 +1,5 @@
-"""What drafting heads have in common: a decoder layer with KV on pages that reads a token's embedding beside features,
-which come from hidden states of the target or, from the second proposed token on, from the layer itself."""
+"""What drafting heads have in common: decoder layers with KV on pages that read a token's embedding beside features,
+which come from hidden states of the target or, from the second proposed token on, from the layers themselves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spool.engine.attention.backends import AttentionPlan
 from spool.engine.cpu.kernels import CpuKernels
 from spool.engine.cpu.linear import kernel_linear
+from spool.engine.drafting.speculators.blocks import Block
 from spool.engine.errors import UnsupportedModelError
 from spool.engine.kv.paged_kv import PagedKv
 from spool.engine.layers.linear import linear_of
 from spool.engine.models.loaded_model import KvShape
 from spool.engine.models.weights import PLAIN_FLOATS, wrong_shape
 from spool.engine.quantization.layers import QuantizedLinear
+from spool.engine.quantization.model import is_quantized
 from spool.engine.quantization.rounding import rounded
 from spool.engine.quantization.weights import INPUT_MULTIPLE
 
@@ -32,20 +34,21 @@ class DraftingHead(ABC):
     token_ids: Tensor | None = None
     columns: int
     nbytes: int
+    attends_to_write = False
+    """Whether KV of a pair depends on the pairs before it, as that of a second layer does."""
+    at_once = False
+    """Whether all tokens of a proposal come from one pass, over a `block`."""
+    has_windows = False
+    mask_features: Tensor
+    """Features `[hidden]` of the rows of a block behind its first."""
 
     def __init__(
-        self,
-        name: str,
-        config: PreTrainedConfig,
-        target: PreTrainedModel,
-        kernels: CpuKernels | None,
-        rounds: bool = False,
+        self, name: str, config: PreTrainedConfig, target: PreTrainedModel, kernels: CpuKernels | None
     ) -> None:
-        """`config`: of a model of one layer, the head's. `rounds`: to 8 bits, beside a target on a CPU whose weights
-        are quantised, too: a pass of the head then takes half as long."""
+        """`config`: of a model of the head's layers."""
         self.name = name
         self.config = config
-        self._target, self._kernels, self._rounds = target, kernels, rounds
+        self._target, self._kernels, self._rounds = target, kernels, is_quantized(target)
         self._shape = KvShape.of(config)
         decoder = target.base_model
         layers = getattr(decoder, "layers", ())
@@ -60,7 +63,7 @@ class DraftingHead(ABC):
     def bytes_per_page(self, page_size: int) -> int:
         """Of KV, and of the features that a page keeps."""
         dtype, shape = self._target.dtype, self._shape.for_kernels(self._kernels)
-        return shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
+        return shape.layers * shape.bytes_of_layer(dtype) * page_size + self.hidden_size * dtype.itemsize
 
     def bytes_of_passes(self, rows: int) -> int:
         """What CUDA graphs of so many rows need: logits, where they are computed and where they stay, and what lies
@@ -74,10 +77,11 @@ class DraftingHead(ABC):
 
     def kv(self, pages: int, page_size: int) -> PagedKv:
         shape, like = self._shape.for_kernels(self._kernels), self._target
-        return PagedKv(1, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
+        return PagedKv(shape.layers, pages, page_size, shape.kv_heads, shape.head_dim, like.dtype, like.device)
 
     def made(self, linear: nn.Linear | QuantizedLinear) -> nn.Module:
-        """What computes a linear layer: on a CPU, its kernels."""
+        """What computes a linear layer: on a CPU, its kernels, beside a quantised target with weights of 8 bits, too. A
+        pass of the head then takes half as long."""
         if self._kernels is None:
             return linear
         if self._rounds and isinstance(linear, nn.Linear) and linear.in_features % INPUT_MULTIPLE == 0:
@@ -89,16 +93,33 @@ class DraftingHead(ABC):
         """Of hidden states `[rows, layers * hidden]`, one layer's after the other's: `[rows, hidden]`, finite."""
 
     @abstractmethod
-    def write(self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor) -> None:
+    def write(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        kv: PagedKv,
+        slots: Tensor,
+        plan: AttentionPlan | None = None,
+    ) -> None:
         """Writes KV of pairs, of a position's features `[rows, hidden]` and the token after it, to slots as in
-        `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is."""
+        `PagedStep`. Whatever the features were, it is finite: it is with the head as long as its page is. `plan`: where
+        the head `attends_to_write`."""
+
+    def block(self, sampled: int, length: int) -> Block:
+        """Of a proposal of up to `length` tokens behind the sampled one."""
+        raise NotImplementedError
 
     @abstractmethod
-    def propose(
+    def outputs(
         self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
-        """As `write`, and gives logits `[rows, tokens]` of the token after the next, and the features that go with it.
-        Raises MemoryError."""
+    ) -> Tensor:
+        """As `write`, and gives the features `[rows, hidden]` that go with the token after the next. Raises
+        MemoryError."""
+
+    @abstractmethod
+    def logits(self, outputs: Tensor) -> Tensor:
+        """`[rows, columns]` of the token after the next."""
 
 
 class HeadWeights:

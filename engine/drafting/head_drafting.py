@@ -1,8 +1,8 @@
 """Proposals of a drafting head beside a target: what follows the token that the target has just sampled.
 
 After each pass of the target the head computes KV for what was accepted, whether or not a proposal is asked for: a part
-of a layer's work. A proposal takes a pass of the head for each token, and is made once the step's reply has left; its
-tokens stay on the device until all of them are chosen.
+of a layer's work. A proposal takes a pass of the head for each token, or one for all of them, and is made once the
+step's reply has left; its tokens stay on the device until all of them are chosen.
 Rejected tokens leave the head's KV as they leave the target's, since both are on the same pages
 (engine/drafting/context.py).
 """
@@ -21,6 +21,7 @@ from spool.engine.drafting.context import HeadContext
 from spool.engine.drafting.head import DraftingHead
 from spool.engine.drafting.head_passes import HeadPasses
 from spool.engine.drafting.proposer import LocalProposer
+from spool.engine.drafting.speculators.blocks import Block, PlacedBlock, batch_of_blocks, features_of_blocks
 from spool.engine.kv.pages import PagePool
 from spool.engine.passes.device import current, on_device
 from spool.engine.passes.features import Features
@@ -83,11 +84,9 @@ class HeadDrafting(LocalProposer):
                 asking.append(_Asking(row, digest, outcome.tokens[-1], last, first_page, context))
         if not asking:
             return
-        kept_on = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
         with current(self._device):
-            self._passes.begin(self._last[on_device(kept_on, self._device)])
-            self._propose(asking)
-        for one in asking:
+            proposed = self._propose_at_once(asking) if self._head.at_once else self._propose(asking)
+        for one in proposed:
             length = one.row.table.length
             self._context.fill(one.row.table.pages, length - 1, length)
             one.row.drafting.keep(one.digest, [*takewhile(lambda token: token >= 0, one.proposal)])
@@ -98,6 +97,7 @@ class HeadDrafting(LocalProposer):
         # Rows of the pass; of each pair, where its features are, its token, slot and position; and what pages keep.
         accepted, features, tokens, slots, positions = (list[int]() for _ in range(5))
         before, keeping, kept_on = (list[int]() for _ in range(3))
+        spans: list[Span] = []
         sizes = [len(row.tokens) + len(row.draft_tokens) for row in rows]
         firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
         fed = [each for each in zip(rows, outcomes, firsts, strict=True) if each[1].error is None]
@@ -109,6 +109,10 @@ class HeadDrafting(LocalProposer):
             base = len(accepted) - start
             accepted.extend(range(first, first + end - start))
             begin = context.feed(pages, start, end)
+            if begin < end - 1:
+                skipped = context.first_page(pages, begin)
+                owner, position = id(row.table), begin - skipped * size
+                spans.append(Span(len(tokens), end - 1 - begin, position, pages[skipped:], owner=owner))
             for t in range(begin, end - 1):
                 if t < start:
                     before.append(pages[t // size])
@@ -128,12 +132,56 @@ class HeadDrafting(LocalProposer):
         found = self._head.features(self._kept.rows[parts[0]])
         if tokens:
             of_pairs = torch.cat((found, self._last[parts[1]]))[parts[3]]
-            self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4])
+            plan = self._passes.backend.plan(spans, len(tokens)) if self._head.attends_to_write else None
+            self._head.write(parts[2], of_pairs, parts[5], self._passes.kv, parts[4], plan)
         self._last[parts[7]] = found[parts[6]]
 
-    def _propose(self, asking: Sequence[_Asking]) -> None:
+    def _features_of(self, asking: Sequence[_Asking]) -> Tensor:
+        """Of the last positions."""
+        pages = [one.row.table.pages[one.position // self._pool.page_size] for one in asking]
+        return self._last[on_device(pages, self._device)]
+
+    def _propose_at_once(self, asking: Sequence[_Asking]) -> list[_Asking]:
+        """All tokens in one pass. Gives the rows that pages had room for."""
+        lengths = [one.row.table.length for one in asking]
+        try:
+            blocks = [(one, block) for one in asking if (block := self._block(one)) is not None]
+            if not blocks:
+                return []
+            proposed = [one for one, _ in blocks]
+            features = torch.cat((self._features_of(proposed), self._head.mask_features.unsqueeze(0)))
+            self._passes.begin(features[on_device(features_of_blocks([block for _, block in blocks]), self._device)])
+            placed = [
+                PlacedBlock(block, one.row.table.pages, one.position, one.first_page, id(one.row.table))
+                for one, block in blocks
+            ]
+            logits = self._passes.run(batch_of_blocks(placed, self._passes.kv, self._passes.padded))
+            contexts = [
+                replace(one.context, position=one.context.position + number)
+                for one, block in blocks
+                for number in range(len(block.proposing))
+            ]
+            every = choose_tokens(logits, contexts, self._head.token_ids, self._scan).tolist()
+        finally:
+            for one, length in zip(asking, lengths, strict=True):
+                self._pool.truncate(one.row.table, length)
+        for one, block in blocks:
+            one.proposal, every = every[: len(block.proposing)], every[len(block.proposing) :]
+        return proposed
+
+    def _block(self, one: _Asking) -> Block | None:
+        """The largest one that there is room for, which is made."""
+        for length in range(one.row.draft_length, 0, -1):
+            block = self._head.block(one.sampled, length)
+            if self._pool.can_append(one.row.table, len(block.tokens) - 1):
+                self._pool.append(one.row.table, len(block.tokens) - 1)
+                return block
+        return None
+
+    def _propose(self, asking: Sequence[_Asking]) -> Sequence[_Asking]:
         """Token by token, as long as rows want one and there are pages. A proposal ends before a token whose logits are
-        not finite; penalties count no token of it."""
+        not finite; penalties count no token of it. Gives all rows."""
+        self._passes.begin(self._features_of(asking))
         lengths = [one.row.table.length for one in asking]
         growing, found, fed = list(asking), list[tuple[list[_Asking], Tensor]](), None
         try:
@@ -154,6 +202,7 @@ class HeadDrafting(LocalProposer):
         every = torch.cat([tokens for _, tokens in found]).tolist()
         for one, token in zip(chain(*(rows for rows, _ in found)), every, strict=True):
             one.proposal.append(token)
+        return asking
 
     def _batch(self, growing: Sequence[_Asking], fed: Tensor | None) -> TokenBatch:
         """The next pair of each row. `fed`: the tokens of those behind the first, on the device."""

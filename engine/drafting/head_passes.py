@@ -35,6 +35,7 @@ class HeadPasses:
     ) -> None:
         """`make_graphs`: of what a pass computes, none captured yet."""
         self.kv = kv
+        self.backend = backend
         self._head = head
         self._eager = EagerPasses(self._compute, kv, backend, lambda rows: rows)
         self.graphs = make_graphs(self._compute)
@@ -72,8 +73,6 @@ class HeadPasses:
         return (graphed or self._eager.prepare(batch)).compute()
 
     def _compute(self, tokens: Tensor, positions: Tensor, logits_rows: Tensor, step: PagedStep) -> Tensor:
-        """Of all rows."""
         (group,), features = step.groups, self._features[: len(tokens)]
-        logits, following = self._head.propose(tokens, features, positions, self.kv, group.slots, group.plan)
-        features.copy_(following)
-        return logits
+        features.copy_(self._head.outputs(tokens, features, positions, self.kv, group.slots, group.plan))
+        return self._head.logits(features[logits_rows])

@@ -104,17 +104,22 @@ class MtpHead(DraftingHead):
     def features(self, hidden: Tensor) -> Tensor:
         return torch.nan_to_num(hidden)
 
-    def write(self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor) -> None:
+    def write(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        kv: PagedKv,
+        slots: Tensor,
+        plan: AttentionPlan | None = None,
+    ) -> None:
         with suppress(_Written):
-            self._computed(tokens, features, positions, _HeadStep(kv, [GroupStep(slots, _NoPlan())]))
+            self.outputs(tokens, features, positions, kv, slots, _NoPlan())
 
-    def propose(
+    def outputs(
         self, tokens: Tensor, features: Tensor, positions: Tensor, kv: PagedKv, slots: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
-        hidden = self._computed(tokens, features, positions, _HeadStep(kv, [GroupStep(slots, plan)]))
-        return self._target.get_output_embeddings()(hidden)[:, : self.columns], hidden
-
-    def _computed(self, tokens: Tensor, features: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
+    ) -> Tensor:
+        step = _HeadStep(kv, [GroupStep(slots, plan)])
         pair = self._target.base_model.embed_tokens(tokens), features
         normed = [
             F.rms_norm(rows, norm.shape, norm, self._epsilon) for rows, norm in zip(pair, self._norms, strict=True)
@@ -129,6 +134,10 @@ class MtpHead(DraftingHead):
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        found: Tensor = self._target.get_output_embeddings()(outputs)[:, : self.columns]
+        return found
 
 
 class _HeadStep(PagedStep):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.sequence import SequenceDrafting
-from spool.engine.drafting.text_store import TextStore
 from spool.engine.settings import LONGEST_LOOKUP_MATCH
 from spool.engine.steps import RowOutcome, VerifyRow
 from spool.scheduler.messages import DraftingReport

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spool.engine.drafting.draft_kv import DraftKv
-from spool.engine.drafting.prompt_lookup import TokenPlaces
-from spool.engine.drafting.text_store import TextPlace
+from spool.engine.drafting.lookup.prompt_lookup import TokenPlaces
+from spool.engine.drafting.lookup.text_store import TextPlace
 
 
 @dataclass(slots=True, eq=False)

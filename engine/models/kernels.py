@@ -56,7 +56,8 @@ def head_passes(head: DraftingHead, pool: PagePool, loaded: LoadedModel, progres
     kv, gpu, model = head.kv(pool.total_pages, pool.page_size), loaded.gpu, loaded.model
     if gpu is None:
         return HeadPasses(head, kv, loaded.cpu_backend(pool.page_size))
-    backend = load_gpu_passes(model.dtype, model.device, head.heads, False, progress).backend(pool.page_size)
+    passes = load_gpu_passes(model.dtype, model.device, head.heads, False, progress, head.has_windows)
+    backend = passes.backend(pool.page_size)
     return HeadPasses(head, kv, backend, lambda compute: gpu.graphs(compute, kv, backend))
 
 

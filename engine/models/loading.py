@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spool.engine.cpu.threads import run_on_any_processor
 from spool.engine.description import EngineDescription
-from spool.engine.drafting.eagle_head import EagleHead
 from spool.engine.drafting.head import DraftingHead
 from spool.engine.drafting.head_drafting import HeadDrafting
 from spool.engine.drafting.head_passes import MOST_GRAPHED_ROWS
 from spool.engine.drafting.model_draft import DraftEngine
 from spool.engine.drafting.mtp_head import MtpHead
+from spool.engine.drafting.speculators.drafters import drafter_class
 from spool.engine.drafting.token_map import TokenMap, map_tokens
 from spool.engine.errors import DraftVocabularyError, UnsupportedModelError
 from spool.engine.exactness.calibration import calibrate, candidate_row_counts
@@ -53,7 +53,6 @@ from spool.engine.parallel.shards import check_divides, sums_as_one
 from spool.engine.passes.features import Features
 from spool.engine.passes.runner import ModelRunner
 from spool.engine.passes.warm_up import capture_graphs, warm_up
-from spool.engine.quantization.sizes import NOT_QUANTIZED
 from spool.engine.sampling.grammars import Grammars
 from spool.engine.settings import EngineSettings
 from spool.engine.target import TargetEngine
@@ -135,8 +134,8 @@ def _load_head(settings: EngineSettings, target: Path, loaded: LoadedModel, prog
     name = str(settings.draft_head)
     folder = target if name == MTP else fetch_model(resolve_model(name, Role.DRAFT), progress)
     progress(f"loading {name}", None)
-    fits = (folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
-    return MtpHead(*fits) if name == MTP else EagleHead(*fits, rounds=loaded.quantization != NOT_QUANTIZED)
+    kind = MtpHead if name == MTP else drafter_class(folder)
+    return kind(folder, loaded.model, loaded.vocabulary.size, loaded.kernels, settings.ignore_tensors)
 
 
 def _target_engine(

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spool.engine.attention.paged_step import ATTENTION_NAME
+from spool.engine.drafting.lookup.prompt_lookup import TokenPlaces
 from spool.engine.drafting.model_draft import DraftEngine
-from spool.engine.drafting.prompt_lookup import TokenPlaces
 from spool.engine.errors import DraftVocabularyError, TokenizerError
 from spool.engine.kv.pages import PageTable
 from spool.engine.models import loading

@@ -122,15 +122,18 @@ def step_together(followers: Sequence[Follower], rows: Sequence[VerifyRow]) -> l
     return [one.drafting.kept(digest, 1000) for one, digest in zip(followers, digests, strict=True)]
 
 
-def with_graphs(monkeypatch: pytest.MonkeyPatch, longest: int = 1000) -> Captures:
-    """Heads are loaded as for a GPU, with its attention, by the interpreter, and graphs of up to four rows."""
+def with_graphs(
+    monkeypatch: pytest.MonkeyPatch, longest: int = 1000, row_counts: Sequence[int] = (1, 2, 4, 512)
+) -> Captures:
+    """Heads are loaded as for a GPU, with its attention, by the interpreter, and graphs of these row counts, but for
+    those that are too large."""
     attention, captures = interpreted_attention(), Captures()
 
     def head_passes(head: DraftingHead, pool: PagePool, *_: object) -> HeadPasses:
         kv = head.kv(pool.total_pages, pool.page_size)
         backend = attention.TritonBackend(*head.heads[:2], pool.page_size, torch.device("cpu"))
         passes = HeadPasses(head, kv, backend, lambda compute: GraphedPasses(compute, kv, backend, captures))
-        passes.capture((1, 2, 4, 512), longest, lambda *_: None)
+        passes.capture(row_counts, longest, lambda *_: None)
         return passes
 
     monkeypatch.setattr(loading, "head_passes", head_passes)
@@ -257,9 +260,9 @@ def worker(folder: Path, head: str | None, dtype: str) -> StepExecutor:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["llama", "glm4_moe", "mimo", "eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe", "mimo", "eagle", "mtp", "dflash"])
 def test_text_and_bits_of_logits_are_those_without_a_head(tmp_path: Path, dtype: str, kind: str) -> None:
-    agrees = kind in ("eagle", "mtp")
+    agrees = kind in ("eagle", "mtp", "dflash")
     target, head = save_agreeing_pair(tmp_path, kind) if agrees else pair(tmp_path, kind, {})[:2]
     expected = run_in_process(SchedulerConfig(draft_length=0), {"target": worker(target, None, dtype)}, requests())
     with_head = worker(target, head, dtype)
@@ -316,6 +319,7 @@ def test_logits_of_the_head_that_are_not_finite_end_a_proposal(tmp_path: Path, f
         ("llama", {AUXILIARY: [0, 1, 4]}, {}, r"layers \[0, 1, 4\], must be 3 of the target's 4"),
         ("llama", {AUXILIARY: None}, {}, r"layers \[2, 2, 1\], must be 3 of the target's 4"),
         ("llama", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
+        ("llama", {"norm_output": True}, {}, "norm_output is True"),
         ("llama", {}, {"fc.weight": None}, "holds no fc.weight"),
         ("llama", {}, {"fc.weight": SQUARE}, r"fc.weight has the shape \[64, 64\], must have \[64, 192\]"),
         ("llama", {}, {"norm.weight": NO_NUMBERS}, "norm.weight holds a value that is not a finite number"),

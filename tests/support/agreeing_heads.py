@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ VOCABULARY = 96
 
 
 def save_agreeing_pair(folder: Path, head: str = "eagle", hidden: int = 128) -> tuple[Path, str]:
-    """The target's folder, and the name of its head: of an "eagle" one, or of the "mtp" layer in that folder."""
-    family = "llama" if head == "eagle" else "mimo"
+    """The target's folder, and the name of its head: of an "eagle" one, of the "mtp" layer in that folder, or of a
+    drafter in the format of speculators. A "peagle" one knows the first token, a "dflash" one proposes no other."""
+    family = "mimo" if head == "mtp" else "llama"
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     after = torch.empty_like(order).scatter_(0, order, order.roll(-1))
     """The token that follows each one."""
@@ -40,7 +42,28 @@ def save_agreeing_pair(folder: Path, head: str = "eagle", hidden: int = 128) -> 
     tensors["midlayer.mlp.gate_proj.weight"], tensors["midlayer.mlp.up_proj.weight"] = one_hot, one_hot.clone()
     tensors["midlayer.mlp.down_proj.weight"] = ((one_hot[after] - one_hot) * 4 / gate_times_up).T.contiguous()
     tensors["lm_head.weight"] = next_of
+    if head != "eagle":
+        fields, tensors = _drafter(head, fields, tensors)
     return target_folder, str(save_head(folder / "agreeing-head", fields, tensors))
+
+
+def _drafter(kind: str, fields: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A DFlash drafter of the anchor alone needs no layer: the target's head knows what follows an embedding."""
+    auxiliary, hidden = "eagle_aux_hidden_state_layer_ids", fields["hidden_size"]
+    layer = {name: value for name, value in fields.items() if name not in ("architectures", "draft_vocab_size")}
+    ids = layer.pop(auxiliary)
+    config: dict[str, Any] = {"speculators_model_type": kind, "draft_vocab_size": VOCABULARY, "mask_token_id": 0}
+    config |= {"transformer_layer_config": layer | {"model_type": "llama" if kind == "peagle" else "qwen3"}}
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if kind == "peagle":
+        return config | {auxiliary: ids}, named | {"mask_hidden": torch.zeros(1, 1, 3 * hidden)}
+    size = fields["head_dim"]
+    named |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(size) for name in "qk"}
+    named["hidden_norm.weight"] = named.pop("layers.0.hidden_norm.weight")
+    for name in [name for name in named if "_proj" in name]:
+        narrow = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        named[name] = torch.zeros_like(named[name][:, :hidden] if narrow else named[name])
+    return config | {"aux_hidden_state_layer_ids": ids, "block_size": 1, "sample_from_anchor": True}, named
 
 
 def _target(family: str, embeddings: Tensor, next_of: Tensor) -> PreTrainedModel:

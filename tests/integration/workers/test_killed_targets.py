@@ -72,7 +72,7 @@ async def started(launches: list[WorkerLaunch]) -> AsyncIterator[tuple[Scheduler
         yield service, launcher.workers
 
 
-HEADS = ("eagle", "mtp")
+HEADS = ("eagle", "mtp", "dflash", "peagle")
 MORE = [pytest.param(family, marks=pytest.mark.long) for family in WINDOWED if family != "gemma3_text"]
 
 
@@ -100,4 +100,5 @@ async def test_targets_that_are_killed_and_leave_change_no_bit(kind: str, tmp_pa
         outputs, (drafted, accepted) = await decode(service, 200, kill_and_leave)
         assert outputs == plain
         assert service.core.snapshot().moves.moves > 0
-        assert accepted > (0.8 if kind in HEADS else 0.05) * drafted > 20
+        # A "peagle" one knows the first token of each proposal alone.
+        assert accepted > (0.8 if kind in HEADS and kind != "peagle" else 0.05) * drafted > 20

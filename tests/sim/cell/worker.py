@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spool.engine.drafting.inside_target import InsideDrafting
+from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.model_drafting import ModelDrafting
 from spool.engine.drafting.proposer import Asked, Lookup, Proposers
-from spool.engine.drafting.text_store import TextStore
 from spool.engine.steps import Computing, ProposeRow, VerifyRow
 from spool.protos import worker_pb2
 from spool.services.worker.drafting.remote import RemoteProposer

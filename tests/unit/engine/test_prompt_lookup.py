@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from spool.engine.drafting.prompt_lookup import TokenPlaces
+from spool.engine.drafting.lookup.prompt_lookup import TokenPlaces
+from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.proposer import Asked, Lookup
 from spool.engine.drafting.sequence import SequenceDrafting
-from spool.engine.drafting.text_store import TextStore
 from spool.engine.kv.pages import PageTable
 from spool.engine.steps import RowOutcome, VerifyRow
 from spool.scheduler.sampling import SamplingParameters

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from spool.engine.drafting.text_store import (
+from spool.engine.drafting.lookup.text_store import (
     ENDING,
     LONGEST_ENDING,
     MOST_SCOPES,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.proposer import Asked, Lookup, Proposers
 from spool.engine.drafting.sequence import SequenceDrafting
-from spool.engine.drafting.text_store import TextStore
 from spool.engine.errors import DeviceLostError
 from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from spool.protos import worker_pb2
