@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, islice
 
 from spool.scheduler.batching.verify_steps import TargetPlanner
@@ -272,8 +272,11 @@ def _target_snapshot(target: TargetWorker) -> WorkerSnapshot:
 
 def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:
     """None until a draft length was chosen."""
-    choice, model = target.figures.choice, target.figures.acceptance
+    choice, model, lookup = target.figures.choice, target.figures.acceptance, target.figures.lookup
     if choice is None or model is None:
         return None
     proposer = target.worker_id if target.draft is None else target.draft.worker_id
-    return DraftingSnapshot(target.worker_id, proposer, choice.length, choice.gain, choice.rate, tuple(model.chances))
+    now = DraftingSnapshot(target.worker_id, proposer, choice.length, choice.gain, choice.rate, tuple(model.chances))
+    if lookup is None or choice.lookup is None:
+        return now
+    return replace(now, lookup_share=lookup.share, lookup_length=choice.lookup, lookup_chances=tuple(lookup.chances))

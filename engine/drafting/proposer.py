@@ -14,7 +14,7 @@ from typing import Protocol
 from spool.engine.drafting.sequence import SequenceDrafting
 from spool.engine.settings import LONGEST_LOOKUP_MATCH
 from spool.engine.steps import RowOutcome, VerifyRow
-from spool.scheduler.messages import DraftingReport
+from spool.scheduler.messages import DraftingReport, ProposalSource
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class Proposer(Protocol):
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         """What the rows of a step have committed. By now `row.history` ends with the tokens that the row has accepted,
         and `outcome.tokens[-1]`, the sampled one, follows it; without tokens the row has sampled nothing. `digests` are
-        of all these. Proposes `row.draft_length` tokens for each row that has sampled, or has that begun; never blocks
-        on others, and raises DeviceLostError alone. Rows that failed are not among them. Without rows, draft workers
-        only hear what was forgotten."""
+        of all these. Proposes `row.draft_length` tokens for each row that has sampled, `row.lookup_length` where they
+        need no draft, or has that begun; never blocks on others, and raises DeviceLostError alone. Rows that failed are
+        not among them. Without rows, draft workers only hear what was forgotten."""
         ...
 
     def forget(self, drafting: SequenceDrafting) -> None:
@@ -77,14 +77,14 @@ class Lookup(LocalProposer):
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
-            if row.draft_length and outcome.tokens:
+            if row.lookup_length and outcome.tokens:
                 places = row.drafting.places
                 places.follow(row.history)
                 places.extend(outcome.tokens[-1:])
-                found = places.continuation(row.draft_length, self._shortest, LONGEST_LOOKUP_MATCH)
+                found = places.continuation(row.lookup_length, self._shortest, LONGEST_LOOKUP_MATCH)
                 # Only what is committed stays: the sampled token is committed once a row feeds it.
                 places.truncate(len(row.history))
-                row.drafting.keep(digest, found)
+                row.drafting.keep(digest, found, ProposalSource.LOOKUP)
 
 
 class Proposers:
@@ -105,6 +105,7 @@ class Proposers:
             taken = self._draft.take([asked[place] for place in missing], wait_seconds) if missing else []
             for place, proposal in zip(missing, taken, strict=True):
                 found[place] = proposal
+                asked[place].drafting.source = ProposalSource.DRAFT
         return found
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
@@ -117,7 +118,7 @@ class Proposers:
                 left.append(place)
             elif outcome.tokens:
                 first = len(row.history) + 1 - row.prompt_length
-                row.drafting.keep(digest, expected[first : first + row.draft_length])
+                row.drafting.keep(digest, expected[first : first + row.lookup_length], ProposalSource.EXPECTED)
         if self._lookup is not None and left:
             self._lookup.offer(*_at(left, rows, outcomes, digests))
             left = [place for place in left if not rows[place].drafting.kept(digests[place], 1)]
