@@ -92,7 +92,7 @@ class SessionOpening(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output", "fingerprint")
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output", "fingerprint", "proposer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class SequenceSubmission(_message.Message):
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -133,7 +134,8 @@ class SequenceSubmission(_message.Message):
     logits_digests: bool
     expected_output: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    proposer: str
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
     __slots__ = ("count", "tokens")

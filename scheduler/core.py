@@ -16,6 +16,7 @@ from spool.scheduler.config import SchedulerConfig
 from spool.scheduler.messages import (
     MAX_PRIORITY,
     MIN_PRIORITY,
+    PROPOSERS,
     Command,
     Event,
     FinishReason,
@@ -232,6 +233,8 @@ class SchedulerCore:
             return f"max_tokens is {request.max_tokens}, must be at least 1"
         if request.draft_length is not None and request.draft_length < 0:
             return f"draft_length is {request.draft_length}, must be None or at least 0"
+        if request.proposer and request.proposer not in PROPOSERS:
+            return f"proposer is {request.proposer[:32]!r}, must be one of {', '.join(PROPOSERS)}"
         if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
             return f"priority is {request.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
         return None

@@ -21,6 +21,10 @@ class Role(Enum):
     TARGET = "target"
 
 
+PROPOSERS = ("draft", "lookup", "none")
+"""Whom a request can name as the only one to propose."""
+
+
 class RowStatus(Enum):
     OK = "ok"
     UNKNOWN_SEQUENCE = "unknown_sequence"
@@ -150,6 +154,8 @@ class SequenceRequest:
 
     What follows of an `expected_output` is proposed in each round, instead of what a draft would propose; the output is
     the same without it.
+
+    `proposer` is one of PROPOSERS, of which lookup includes an expected output; empty: all may propose.
     """
 
     sequence_id: int
@@ -169,6 +175,7 @@ class SequenceRequest:
     cache_scope: bytes = b""
     expected_output: tuple[int, ...] = ()
     fingerprint: str = ""
+    proposer: str = ""
 
 
 @dataclass(slots=True)

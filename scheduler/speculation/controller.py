@@ -88,9 +88,9 @@ class Controller:
     def _probe(self, target: TargetWorker, figures: TargetFigures) -> None:
         prober = None if figures.prober is None else target.sequences.get(figures.prober)
         if prober is None or not self._drafts(prober):
-            # A draft worker has the least to read of the shortest.
+            # A draft worker has the least to read of the shortest. Of those that may only look up, it has nothing.
             able = filter(self._drafts, target.sequences.values())
-            shortest = min(able, key=lambda one: one.length, default=None)
+            shortest = min(able, key=lambda one: (one.request.proposer == "lookup", one.length), default=None)
             figures.prober = None if shortest is None else shortest.sequence_id
         figures.probes_left, figures.next_probe = _PROBE_ROUNDS, figures.steps + _PROBE_EVERY / 2
 
@@ -152,7 +152,7 @@ class Controller:
     def longest(self, sequence: Sequence) -> int:
         """Tokens that may be verified in the sequence's next round: 0 where nobody proposes any."""
         request, target = sequence.request, sequence.target
-        if sequence.suspected:
+        if sequence.suspected or request.proposer == "none":
             return 0
         length, asked = self._config.draft_length, request.draft_length
         if asked is not None and (asked < length or request.expected_output):
@@ -168,6 +168,17 @@ class Controller:
     def to_propose(self, sequence: Sequence) -> tuple[int, int | None]:
         """Tokens to propose with the sequence's next row, which samples, for the round after it: by a draft, and where
         lookup finds them; None: as many."""
+        draft, lookup = self._lengths(sequence)
+        match sequence.request.proposer:
+            case "draft":
+                return draft, 0
+            case "lookup":
+                return 0, draft if lookup is None else lookup
+            case _:
+                return draft, lookup
+
+    def _lengths(self, sequence: Sequence) -> tuple[int, int | None]:
+        """As `to_propose`, whoever may propose."""
         length, target = self.longest(sequence), sequence.target
         if length >= (rest := sequence.end - sequence.length - 1):
             length = rest - 1
@@ -193,6 +204,8 @@ class Controller:
     def to_expect(self, sequence: Sequence) -> int:
         """What `to_propose` will most likely ask of a draft once the prompt is computed; where 0, none need read it."""
         length, target = self.longest(sequence), sequence.target
+        if sequence.request.proposer == "lookup":
+            return 0
         return length if target is None or not self._chooses(sequence) else min(length, target.figures.length)
 
     def _chooses(self, sequence: Sequence) -> bool:
