@@ -230,7 +230,8 @@ class Controller:
             # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
             if figures.prober not in target.sequences:
                 self._probe(target, figures)
-            return
+            if figures.lookup is None:
+                return
         base, token, verified, kv = figures.cost.coefficients
         of_step, of_pass, of_token, _ = figures.drafting_cost.coefficients
         count = figures.decided_for
@@ -245,7 +246,7 @@ class Controller:
             of_token=of_token,
         )
         # A first guess of costs or chances may be far off: what has been tried is at most doubled.
-        chances = model.chances[: max(1, 2 * figures.tried // count)]
+        chances = model.chances[: max(1, 2 * figures.tried // count)] if figures.tried else []
         if not figures.length:
             figures.reading_until = figures.steps + _PROBE_ROUNDS
         choice = figures.choice = choose(cycle, chances, share, figures.in_time, figures.choice, figures.lookup)

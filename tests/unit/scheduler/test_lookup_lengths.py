@@ -28,10 +28,10 @@ def run(
     return driver
 
 
-def decode(driver: Driver, *sequence_ids: int, max_tokens: int = 1000) -> None:
+def decode(driver: Driver, *sequence_ids: int, max_tokens: int = 1000, proposer: str = "") -> None:
     worker = driver.workers["target"]
     for sequence_id in sequence_ids:
-        driver.submit(sequence_id, max_tokens=max_tokens)
+        driver.submit(sequence_id, max_tokens=max_tokens, proposer=proposer)
     while driver.steps["target"]:
         step = driver.steps["target"][0]
         results = {row.sequence_id: worker.run_row(row) for row in step.rows}
@@ -85,6 +85,18 @@ def test_lookup_that_stepped_back_is_tried_again() -> None:
     driver.workers["target"].lookup_guess = 1.0
     decode(driver, *range(10, 18), max_tokens=2000)
     assert mean([row.lookup_length or 0 for row in rows_at_last(driver)[-80:]]) > 8
+
+
+def test_lookup_needs_no_draft_that_was_tried() -> None:
+    """Where all requests want lookup alone."""
+    driver = Driver(policy=Policy.AUTO, draft_length=LONGEST, batch_size=16)
+    driver.join("target", pages=10_000, head="head")
+    worker = driver.workers["target"]
+    worker.found, worker.lookup_guess = 0.5, 0.95
+    decode(driver, 1, 2, proposer="lookup")
+    rows = rows_at_last(driver)
+    assert {row.draft_length for row in rows} == {0}
+    assert mean([row.lookup_length or 0 for row in rows]) > 8
 
 
 def test_where_targets_do_not_tell_who_proposed_both_get_the_same_length() -> None:
