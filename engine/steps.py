@@ -33,7 +33,8 @@ class VerifyRow:
     `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
     `grammar_state` is that of the sequence in steps before; it follows `history` by itself. The tokens that `scoring`
     names follow some of `tokens`. `draft_length` tokens are to be proposed after the sampled one
-    (engine/drafting/proposer.py); in a row that does not sample, that is what is expected for later.
+    (engine/drafting/proposer.py), or `lookup_length` where they are found; in a row that does not sample, that is what
+    is expected for later.
     """
 
     table: PageTable
@@ -48,6 +49,7 @@ class VerifyRow:
     grammar_state: GrammarState = field(default_factory=GrammarState)
     scoring: PromptScoring | None = None
     draft_length: int = 0
+    lookup_length: int = 0
     drafting: SequenceDrafting = field(default_factory=SequenceDrafting)
 
 

@@ -92,7 +92,7 @@ class SessionOpening(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output", "fingerprint")
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion", "cache_scope", "logits_digests", "expected_output", "fingerprint", "proposer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class SequenceSubmission(_message.Message):
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -133,7 +134,8 @@ class SequenceSubmission(_message.Message):
     logits_digests: bool
     expected_output: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    proposer: str
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., cache_scope: _Optional[bytes] = ..., logits_digests: _Optional[bool] = ..., expected_output: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
     __slots__ = ("count", "tokens")
@@ -323,7 +325,7 @@ class StatusReply(_message.Message):
     def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ..., drafting: _Optional[_Iterable[_Union[DraftingFigures, _Mapping]]] = ...) -> None: ...
 
 class DraftingFigures(_message.Message):
-    __slots__ = ("target_id", "draft_id", "draft_length", "gain", "tokens_per_second", "acceptance", "explanation")
+    __slots__ = ("target_id", "draft_id", "draft_length", "gain", "tokens_per_second", "acceptance", "explanation", "lookup_share", "lookup_length", "lookup_acceptance")
     TARGET_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +333,9 @@ class DraftingFigures(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_SHARE_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     target_id: str
     draft_id: str
     draft_length: int
@@ -338,7 +343,10 @@ class DraftingFigures(_message.Message):
     tokens_per_second: float
     acceptance: _containers.RepeatedScalarFieldContainer[float]
     explanation: str
-    def __init__(self, target_id: _Optional[str] = ..., draft_id: _Optional[str] = ..., draft_length: _Optional[int] = ..., gain: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., acceptance: _Optional[_Iterable[float]] = ..., explanation: _Optional[str] = ...) -> None: ...
+    lookup_share: float
+    lookup_length: int
+    lookup_acceptance: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, target_id: _Optional[str] = ..., draft_id: _Optional[str] = ..., draft_length: _Optional[int] = ..., gain: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., acceptance: _Optional[_Iterable[float]] = ..., explanation: _Optional[str] = ..., lookup_share: _Optional[float] = ..., lookup_length: _Optional[int] = ..., lookup_acceptance: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ReplicaFigures(_message.Message):
     __slots__ = ("explanation", "wanted")
@@ -527,7 +535,7 @@ class ThroughputFigures(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
 class SpeculationFigures(_message.Message):
-    __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "proposals_asked", "proposals_in_time", "proposals_ahead", "hidden_seconds")
+    __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "proposals_asked", "proposals_in_time", "proposals_ahead", "hidden_seconds", "sources")
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -536,6 +544,7 @@ class SpeculationFigures(_message.Message):
     PROPOSALS_IN_TIME_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     drafts: int
     draft_tokens: int
     accepted_tokens: int
@@ -544,4 +553,15 @@ class SpeculationFigures(_message.Message):
     proposals_in_time: int
     proposals_ahead: int
     hidden_seconds: float
-    def __init__(self, drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., proposals_asked: _Optional[int] = ..., proposals_in_time: _Optional[int] = ..., proposals_ahead: _Optional[int] = ..., hidden_seconds: _Optional[float] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[SourceFigures]
+    def __init__(self, drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., proposals_asked: _Optional[int] = ..., proposals_in_time: _Optional[int] = ..., proposals_ahead: _Optional[int] = ..., hidden_seconds: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceFigures, _Mapping]]] = ...) -> None: ...
+
+class SourceFigures(_message.Message):
+    __slots__ = ("source", "draft_tokens", "accepted_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: _worker_pb2.ProposalSource
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, source: _Optional[_Union[_worker_pb2.ProposalSource, str]] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...

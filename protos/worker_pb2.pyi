@@ -24,6 +24,13 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_FAILED: _ClassVar[RowStatus]
     ROW_STATUS_VOID: _ClassVar[RowStatus]
 
+class ProposalSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROPOSAL_SOURCE_UNSPECIFIED: _ClassVar[ProposalSource]
+    PROPOSAL_SOURCE_DRAFT: _ClassVar[ProposalSource]
+    PROPOSAL_SOURCE_LOOKUP: _ClassVar[ProposalSource]
+    PROPOSAL_SOURCE_EXPECTED: _ClassVar[ProposalSource]
+
 class StepStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STEP_STATUS_UNSPECIFIED: _ClassVar[StepStatus]
@@ -42,6 +49,10 @@ ROW_STATUS_OUT_OF_PAGES: RowStatus
 ROW_STATUS_INVALID: RowStatus
 ROW_STATUS_FAILED: RowStatus
 ROW_STATUS_VOID: RowStatus
+PROPOSAL_SOURCE_UNSPECIFIED: ProposalSource
+PROPOSAL_SOURCE_DRAFT: ProposalSource
+PROPOSAL_SOURCE_LOOKUP: ProposalSource
+PROPOSAL_SOURCE_EXPECTED: ProposalSource
 STEP_STATUS_UNSPECIFIED: StepStatus
 STEP_STATUS_OK: StepStatus
 STEP_STATUS_WRONG_EPOCH: StepStatus
@@ -152,7 +163,7 @@ class DraftGrant(_message.Message):
     def __init__(self, address: _Optional[str] = ..., draft_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., number: _Optional[int] = ..., target_id: _Optional[str] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "verify", "draft_length", "sample", "parameters", "scoring", "known_tokens")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "verify", "draft_length", "sample", "parameters", "scoring", "known_tokens", "lookup_length")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +174,7 @@ class Row(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_LENGTH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
@@ -173,21 +185,24 @@ class Row(_message.Message):
     parameters: SequenceParameters
     scoring: PromptScoring
     known_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify: _Optional[int] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., known_tokens: _Optional[int] = ...) -> None: ...
+    lookup_length: int
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify: _Optional[int] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., known_tokens: _Optional[int] = ..., lookup_length: _Optional[int] = ...) -> None: ...
 
 class FollowingRows(_message.Message):
-    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests", "draft_lengths", "verify")
+    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests", "draft_lengths", "verify", "lookup_lengths")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_LENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_lens: _containers.RepeatedScalarFieldContainer[int]
     prefix_digests: _containers.RepeatedScalarFieldContainer[int]
     draft_lengths: _containers.RepeatedScalarFieldContainer[int]
     verify: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., verify: _Optional[_Iterable[int]] = ...) -> None: ...
+    lookup_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., verify: _Optional[_Iterable[int]] = ..., lookup_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptScoring(_message.Message):
     __slots__ = ("first", "tokens", "top")
@@ -269,7 +284,7 @@ class Grammar(_message.Message):
     def __init__(self, definition: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowAnswers(_message.Message):
-    __slots__ = ("statuses", "counts", "tokens", "kv_lens", "prefix_digests", "verified", "logits_digests", "reused", "details")
+    __slots__ = ("statuses", "counts", "tokens", "kv_lens", "prefix_digests", "verified", "logits_digests", "reused", "details", "sources")
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +294,7 @@ class RowAnswers(_message.Message):
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     REUSED_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
     counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -288,7 +304,8 @@ class RowAnswers(_message.Message):
     logits_digests: _containers.RepeatedScalarFieldContainer[int]
     reused: _containers.RepeatedScalarFieldContainer[int]
     details: _containers.RepeatedCompositeFieldContainer[RowDetails]
-    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., verified: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., reused: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[ProposalSource]
+    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ..., verified: _Optional[_Iterable[int]] = ..., logits_digests: _Optional[_Iterable[int]] = ..., reused: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[ProposalSource, str]]] = ...) -> None: ...
 
 class RowDetails(_message.Message):
     __slots__ = ("row", "error", "logprobs", "prompt_logprobs")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, islice
 
 from spool.scheduler.batching.verify_steps import TargetPlanner
@@ -16,6 +16,7 @@ from spool.scheduler.config import SchedulerConfig
 from spool.scheduler.messages import (
     MAX_PRIORITY,
     MIN_PRIORITY,
+    PROPOSERS,
     Command,
     Event,
     FinishReason,
@@ -232,6 +233,8 @@ class SchedulerCore:
             return f"max_tokens is {request.max_tokens}, must be at least 1"
         if request.draft_length is not None and request.draft_length < 0:
             return f"draft_length is {request.draft_length}, must be None or at least 0"
+        if request.proposer and request.proposer not in PROPOSERS:
+            return f"proposer is {request.proposer[:32]!r}, must be one of {', '.join(PROPOSERS)}"
         if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
             return f"priority is {request.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
         return None
@@ -272,8 +275,11 @@ def _target_snapshot(target: TargetWorker) -> WorkerSnapshot:
 
 def _drafting_snapshot(target: TargetWorker) -> DraftingSnapshot | None:
     """None until a draft length was chosen."""
-    choice, model = target.figures.choice, target.figures.acceptance
+    choice, model, lookup = target.figures.choice, target.figures.acceptance, target.figures.lookup
     if choice is None or model is None:
         return None
     proposer = target.worker_id if target.draft is None else target.draft.worker_id
-    return DraftingSnapshot(target.worker_id, proposer, choice.length, choice.gain, choice.rate, tuple(model.chances))
+    now = DraftingSnapshot(target.worker_id, proposer, choice.length, choice.gain, choice.rate, tuple(model.chances))
+    if lookup is None or choice.lookup is None:
+        return now
+    return replace(now, lookup_share=lookup.share, lookup_length=choice.lookup, lookup_chances=tuple(lookup.chances))

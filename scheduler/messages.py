@@ -21,6 +21,10 @@ class Role(Enum):
     TARGET = "target"
 
 
+PROPOSERS = ("draft", "lookup", "none")
+"""Whom a request can name as the only one to propose."""
+
+
 class RowStatus(Enum):
     OK = "ok"
     UNKNOWN_SEQUENCE = "unknown_sequence"
@@ -30,6 +34,16 @@ class RowStatus(Enum):
     FAILED = "failed"
     VOID = "void"
     """A row that follows has nothing to follow: most often because the row before has failed or ended its sequence."""
+
+
+class ProposalSource(Enum):
+    """Who has proposed what a row verifies."""
+
+    DRAFT = "draft"
+    """A draft worker, a draft inside the target's process or a drafting head."""
+    LOOKUP = "lookup"
+    EXPECTED = "expected"
+    """The request itself, with an output that it expects."""
 
 
 class SequenceState(Enum):
@@ -140,6 +154,8 @@ class SequenceRequest:
 
     What follows of an `expected_output` is proposed in each round, instead of what a draft would propose; the output is
     the same without it.
+
+    `proposer` is one of PROPOSERS, of which lookup includes an expected output; empty: all may propose.
     """
 
     sequence_id: int
@@ -159,6 +175,7 @@ class SequenceRequest:
     cache_scope: bytes = b""
     expected_output: tuple[int, ...] = ()
     fingerprint: str = ""
+    proposer: str = ""
 
 
 @dataclass(slots=True)
@@ -166,7 +183,8 @@ class RowResult:
     """A target's answer for one row of a step; fields as in protos/worker.proto, RowAnswers.
 
     `kv_len` may exceed what the row asked for, if other sequences' KV was `reused`. `verified` counts the tokens of a
-    proposal that were verified, of which the first `accepted` begin `tokens`.
+    proposal that were verified, of which the first `accepted` begin `tokens`. `source` is None where nobody proposed
+    any, or the worker does not tell.
     """
 
     sequence_id: int
@@ -181,6 +199,7 @@ class RowResult:
     reused: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     verified: int = 0
+    source: ProposalSource | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -304,12 +323,14 @@ class Row:
     included: the worker may have KV of them from other sequences. `known`: the worker got all `tokens` as `committed`
     ones before, and they are not sent again. `draft_length` tokens are to be proposed after the one that the row
     samples, for the sequence's next round; in a row that does not `sample`, that is what is expected for later, so that
-    a draft may read the prompt. A row that `follows` feeds the token that the row before it samples. Nobody knows that
-    one yet: the row has no `tokens`. Until the answer to the row before has come, `kv_len` is the `end` of that row,
-    and its own `end` is a guess.
+    a draft may read the prompt. Where they are found, by lookup or in an expected output, they may be `lookup_length`;
+    None: as many as `draft_length`. A row that `follows` feeds the token that the row before it samples. Nobody knows
+    that one yet: the row has no `tokens`. Until the answer to the row before has come, `kv_len` is the `end` of that
+    row, and its own `end` is a guess.
 
-    `before` and `abandoned` are the core's own: the row of the sequence in flight on this worker that comes before this
-    one; and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.
+    `before`, `drafted`, `looked_up` and `abandoned` are the core's own: the row of the sequence in flight on this
+    worker that comes before this one; how many of the tokens to verify a draft was asked for, and whether lookup was;
+    and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.
     """
 
     sequence_id: int
@@ -326,7 +347,16 @@ class Row:
     committed: tuple[int, ...] = ()
     scoring: PromptScoring | None = None
     follows: bool = False
+    lookup_length: int | None = None
+    drafted: int = field(default=0, repr=False, compare=False)
+    looked_up: bool = field(default=False, repr=False, compare=False)
     abandoned: bool = field(default=False, repr=False, compare=False)
+
+    @property
+    def asks(self) -> int:
+        """The most tokens that may be proposed for the sequence's next round."""
+        found = self.lookup_length
+        return self.draft_length if found is None or found < self.draft_length else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +408,8 @@ class WorkerDrained:
 
 @dataclass(slots=True)
 class EmitTokens:
-    """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round.
+    """Newly committed output of a sequence, in order, each token once. `drafted`, `accepted` and `source` describe the
+    round: of the tokens that were proposed and verified, those that became output, and who proposed them.
 
     `target_id` names the worker that sampled it.
 
@@ -395,6 +426,7 @@ class EmitTokens:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: int = 0
     target_id: str = ""
+    source: ProposalSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

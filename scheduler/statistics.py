@@ -62,7 +62,9 @@ class DraftingSnapshot:
     """What one target's sequences draft with one draft worker at present, and why; only policy AUTO decides that.
 
     At up to `length` tokens a round they are expected to commit `tokens_per_second`, `gain` times as many as by plain
-    decoding. `chances`: that a token is accepted, given that those before it were, by its place.
+    decoding. `chances`: that a token is accepted, given that those before it were, by its place. `lookup_length` and
+    `lookup_chances` are those of what lookup finds, as it does in the `lookup_share` of the rounds; without chances, it
+    has found nothing yet.
     """
 
     target_id: str
@@ -71,6 +73,9 @@ class DraftingSnapshot:
     gain: float
     tokens_per_second: float
     chances: tuple[float, ...]
+    lookup_share: float = 0.0
+    lookup_length: int = 0
+    lookup_chances: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from spool.deploy.config.models import Dtype
 from spool.deploy.config.section import Section, described
+from spool.scheduler.sampling import SamplingParameters
 
 
 class System(StrEnum):
@@ -50,7 +51,7 @@ class BenchSettings(Section):
     policy: Annotated[
         list[System],
         Field(min_length=1),
-        typer.Option(help="plain, eqspec, exspec, ragged or auto; repeat for several.", metavar="POLICY"),
+        typer.Option(help="eqspec, exspec, ragged or auto; repeat for several. Plain always is.", metavar="POLICY"),
     ] = Field(default_factory=lambda: [System.PLAIN, System.AUTO])
     peer: Annotated[
         list[System],
@@ -60,6 +61,7 @@ class BenchSettings(Section):
     peer_dtype: Dtype | None = described(None, "dtype of other systems. Unset: as for Spool.")
     batch_size: list[int] = described([1, 8], "Rows of one batch; repeat for several.", min_length=1)
     draft_length: list[int] = described([4], "Tokens proposed per round; repeat for several.", min_length=1)
+    temperatures: list[float] = described([], "Temperatures in one run; repeat for several. Unset: --temperature.")
     max_running_batches: int | None = described(
         None, "Batches of sequences worked on at a time. Unset: 48 sequences or four batches.", ge=1
     )
@@ -79,6 +81,8 @@ class BenchSettings(Section):
         for length in self.draft_length:
             if not 1 <= length <= 64:
                 yield f"draft_length is {length}, must be between 1 and 64"
+        for temperature in self.temperatures:
+            SamplingParameters.given(temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +93,42 @@ class GridPoint:
     batch_size: int
     draft: str | None = None
     draft_length: int = 0
+    temperature: float = 0.0
 
     def __str__(self) -> str:
         draft = "" if self.draft is None else f", {self.draft} x {self.draft_length}"
-        return f"{self.system.value}, batch {self.batch_size}{draft}"
+        temperature = f", temperature {self.temperature:g}" if self.temperature else ""
+        return f"{self.system.value}, batch {self.batch_size}{draft}{temperature}"
 
     @property
     def reference(self) -> GridPoint:
         """Plain decoding at batch 1 by the same software; its output is what this cell's output should be."""
-        return GridPoint(self.system.plain, 1)
+        return GridPoint(self.system.plain, 1, temperature=self.temperature)
 
     @property
     def baseline(self) -> GridPoint:
         """Spool's plain decoding at the same batch size, with which the speed is compared."""
-        return GridPoint(System.PLAIN, self.batch_size)
+        return GridPoint(System.PLAIN, self.batch_size, temperature=self.temperature)
 
 
 def grid_points(
-    systems: Sequence[System], batch_sizes: Sequence[int], draft: str, draft_lengths: Sequence[int]
+    systems: Sequence[System],
+    batch_sizes: Sequence[int],
+    draft: str,
+    draft_lengths: Sequence[int],
+    temperatures: Sequence[float] = (0.0,),
 ) -> list[GridPoint]:
-    """Every combination once; references first, then by batch size, plain decoding first.
+    """Every combination once, and Spool's plain decoding; references first, then by batch size, plain decoding first.
 
     Of other systems, one uses prompt lookup and the others use a draft that is a model.
     """
     points = []
     for batch_size in batch_sizes:
-        for system in sorted(systems, key=lambda system: system is not System.PLAIN):
+        for system in dict.fromkeys((System.PLAIN, *systems)):
             if not system.drafts:
                 points.append(GridPoint(system, batch_size))
             elif system is not System.VLLM_DRAFT or draft != "ngram":
                 used = "ngram" if system is System.VLLM_NGRAM else draft
                 points += [GridPoint(system, batch_size, used, length) for length in draft_lengths]
+    points = [replace(point, temperature=temperature) for point in points for temperature in temperatures]
     return sorted(dict.fromkeys(points), key=lambda point: point != point.reference)

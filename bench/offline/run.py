@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.offline.grid import BenchSettings, GridPoint, grid_points
 from bench.offline.peers import PeerModels, Peers
-from bench.offline.results import Measurement, cell_line, summarise
+from bench.offline.results import Measurement, by_domain, cell_line, domain_line, summarise
 from bench.record import origin
 from spool.deploy.config.spool_config import SpoolConfig
 from spool.deploy.errors import RunError, UsageError
@@ -36,10 +36,9 @@ _WARM_UP_TOKENS = 64
 
 def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: SamplingSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`; the file has whatever was measured before."""
-    if settings.peer and sampling.temperature > 0:
-        raise UsageError(
-            f"temperature is {sampling.temperature}, must be 0 with --peer: others draw other random numbers"
-        )
+    warmest = max(settings.temperatures or [sampling.temperature])
+    if settings.peer and warmest > 0:
+        raise UsageError(f"temperature is {warmest}, must be 0 with --peer: others draw other random numbers")
     prompts = bench_prompts(settings)
     reporter = Reporter()
     models = prepare_models(config, reporter)
@@ -47,7 +46,8 @@ def bench_offline(config: SpoolConfig, settings: BenchSettings, sampling: Sampli
     run = _Run(config, settings, sampling, models, jobs, reporter)
     run_until_interrupted(run.run())
     result = run.result()
-    say("\n".join([*map(cell_line, result["cells"]), f"the result is in {settings.output}"]))
+    lines = [line for cell in result["cells"] for line in (cell_line(cell), domain_line(cell)) if line is not None]
+    say("\n".join([*lines, f"the result is in {settings.output}"]))
     return 0
 
 
@@ -77,7 +77,8 @@ class _Run:
     def points(self) -> list[GridPoint]:
         settings, draft = self.settings, self.config.models.draft_name
         systems = [*settings.policy, *settings.peer]
-        return grid_points(systems, settings.batch_size, draft, settings.draft_length)
+        temperatures = settings.temperatures or [self.sampling.temperature]
+        return grid_points(systems, settings.batch_size, draft, settings.draft_length, temperatures)
 
     async def run(self) -> None:
         points = self.points
@@ -152,9 +153,11 @@ class _Run:
 
     async def _measure_spool(self, point: GridPoint, cell: Cell) -> tuple[list[list[int]], Measurement]:
         completions = [Completion() for _ in self.jobs]
+        sampling = self.sampling.model_copy(update={"temperature": point.temperature})
+        jobs = [replace(job, sampling=sampling.parameters(job.prompt.index)) for job in self.jobs]
         # The scheduler warms up too: it learns what steps cost, what is accepted and how long outputs are.
         warm_up = [
-            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in self.jobs[: 2 * point.batch_size]
+            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs[: 2 * point.batch_size]
         ]
         plan = DecodingPlan(
             title=str(point),
@@ -163,7 +166,7 @@ class _Run:
             drafting=point.system.drafts,
             warm_up=warm_up,
         )
-        found = await decode(cell, plan, self.jobs, self.reporter, completions.__setitem__)
+        found = await decode(cell, plan, jobs, self.reporter, completions.__setitem__)
         if found.workers_lost:
             raise RunError(f"a worker died while {point} was measured")
         measurement = Measurement(
@@ -174,6 +177,7 @@ class _Run:
             exact_match=0.0,
             different=[],
             statistics=found.to_json(),
+            domains=by_domain((job.prompt for job in jobs), completions),
         )
         return [completion.tokens for completion in completions], measurement
 

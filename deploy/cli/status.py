@@ -115,11 +115,20 @@ def _lines(scheduler: Mapping[str, Any]) -> Iterator[str]:
     yield f"sequences: {live_set['live']}, {live_set['waiting']} waiting, {live_set['max_running']} may run at a time"
     yield f"groups: {groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
     yield f"tokens: {throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"
-    yield f"accepted: {throughput['acceptance_rate']:.1%} of the drafted tokens"
+    yield f"accepted: {throughput['acceptance_rate']:.1%} of the drafted tokens{_by_source(scheduler)}"
     yield f"ended: {throughput['finished']} sequences finished, {throughput['failed']} failed"
     yield from (f"drafting: {choice['explanation']}" for choice in scheduler["drafting"])
     if scheduler["replicas"] is not None:
         yield f"autoscaling: {scheduler['replicas']['explanation']}"
+
+
+def _by_source(scheduler: Mapping[str, Any]) -> str:
+    """The same of each who proposed; a scheduler of protocol version 21 does not tell."""
+    sources = [
+        f"{_short(one['source'], 'PROPOSAL_SOURCE_')} {int(one['accepted_tokens']) / int(one['draft_tokens']):.1%}"
+        for one in (scheduler.get("speculation") or {}).get("sources", ())
+    ]
+    return f" ({', '.join(sources)})" if sources else ""
 
 
 def _version(process: Mapping[str, Any]) -> str:

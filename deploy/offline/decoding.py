@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from spool.deploy.offline.settings import SamplingSettings
 from spool.deploy.progress import Reporter
 from spool.engine.settings import BATCHED_TOKENS_ON_CPU
 from spool.scheduler.config import SchedulerConfig
-from spool.scheduler.messages import FinishReason
+from spool.scheduler.messages import EmitTokens, FinishReason
 from spool.scheduler.sampling import SamplingParameters
 from spool.services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from spool.services.observability.observer import ServiceObserver
 from spool.services.scheduler.service import SchedulerService, ServiceClosedError
 from spool.services.scheduler.telemetry.statistics import StatisticsSnapshot
 from spool.services.text.tokenizer import ModelTokenizer
@@ -38,11 +40,25 @@ class Job:
 
 @dataclass(slots=True)
 class Completion:
-    """What came of a job; a digest for each token where they were asked for."""
+    """What came of a job; a digest for each token where they were asked for. It took so many verify `passes` after the
+    prompt's, which committed `passed` tokens."""
 
     tokens: list[int] = field(default_factory=list)
     logits_digests: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    passes: int = 0
+    passed: int = 0
+
+
+class _Passes(ServiceObserver):
+    """How many tokens each delivery of each sequence has. Streams do not tell: they merge what is not read at once."""
+
+    def __init__(self) -> None:
+        self.counts: defaultdict[int, list[int]] = defaultdict(list)
+
+    def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
+        for emission in emissions:
+            self.counts[emission.sequence_id].append(len(emission.tokens))
 
 
 def make_jobs(
@@ -120,25 +136,29 @@ async def _completed(
     # Enough that the queue never runs dry, and far from its limit.
     most = 2 * max(plan.config.max_running or 0, service.core.snapshot().max_running)
     left, running, due = iter(enumerate(jobs)), dict[asyncio.Task[Completion], int](), 0.0
-    try:
-        while True:
-            for index, job in itertools.islice(left, most - len(running)):
-                running[asyncio.create_task(_run_job(service, plan, job))] = index
-            if not running:
-                return
-            ended, _ = await asyncio.wait(running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                yield running.pop(task), task.result()
-            if time.monotonic() >= due:
-                look()
-                due = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+    passes = _Passes()
+    with service.observed(passes):
+        try:
+            while True:
+                for index, job in itertools.islice(left, most - len(running)):
+                    running[asyncio.create_task(_run_job(service, plan, job, passes))] = index
+                if not running:
+                    return
+                ended, _ = await asyncio.wait(
+                    running, timeout=_SECONDS_BETWEEN_LOOKS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in ended:
+                    yield running.pop(task), task.result()
+                if time.monotonic() >= due:
+                    look()
+                    due = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> Completion:
+async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job, passes: _Passes) -> Completion:
     completion = Completion()
     try:
         stream = service.submit(
@@ -157,4 +177,7 @@ async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> C
     except (SequenceFailedError, ServiceClosedError) as error:
         raise RunError(f"{job.prompt.place}: {error}") from error
     completion.finish_reason = stream.finish_reason
+    # The first delivery is that of the prompt's pass.
+    deliveries = passes.counts.pop(stream.sequence_id, [])[1:]
+    completion.passes, completion.passed = len(deliveries), sum(deliveries)
     return completion

@@ -41,6 +41,7 @@ class _Line(BaseModel):
     turns: Annotated[list[_Text], Field(min_length=1)] | None = None
     id: Any = None
     question_id: Any = None
+    category: Any = None
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -54,7 +55,8 @@ class _Line(BaseModel):
 class Prompt:
     """One thing to answer: `text` to continue, or the `messages` of a chat.
 
-    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`.
+    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`,
+    and `category` the domain that it names.
     """
 
     index: int
@@ -62,6 +64,7 @@ class Prompt:
     text: str | None
     messages: tuple[dict[str, Any], ...]
     identity: Any = None
+    category: str = ""
 
     @property
     def digest(self) -> str:
@@ -122,4 +125,5 @@ def _parse(line: str, index: int, place: str) -> Prompt:
     messages = tuple(message.model_dump() for message in found.messages or ())
     if found.turns is not None:
         messages = ({"role": "user", "content": found.turns[0]},)
-    return Prompt(index, place, found.prompt, messages, identity)
+    category = "" if found.category is None else str(found.category)
+    return Prompt(index, place, found.prompt, messages, identity, category)

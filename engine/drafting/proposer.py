@@ -15,7 +15,7 @@ from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.sequence import SequenceDrafting
 from spool.engine.settings import LONGEST_LOOKUP_MATCH
 from spool.engine.steps import RowOutcome, VerifyRow
-from spool.scheduler.messages import DraftingReport
+from spool.scheduler.messages import DraftingReport, ProposalSource
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Proposer(Protocol):
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         """What the rows of a step have committed. By now `row.history` ends with the tokens that the row has accepted,
         and `outcome.tokens[-1]`, the sampled one, follows it; without tokens the row has sampled nothing. `digests` are
-        of all these. Proposes `row.draft_length` tokens for each row that has sampled, or has that begun; never blocks
-        on others, and raises DeviceLostError alone. Rows that failed are not among them. Without rows, draft workers
-        only hear what was forgotten."""
+        of all these. Proposes `row.draft_length` tokens for each row that has sampled, `row.lookup_length` where they
+        need no draft, or has that begun; never blocks on others, and raises DeviceLostError alone. Rows that failed are
+        not among them. Without rows, draft workers only hear what was forgotten."""
         ...
 
     def forget(self, drafting: SequenceDrafting) -> None:
@@ -92,22 +92,22 @@ class Lookup(LocalProposer):
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
         for row, outcome, digest in zip(rows, outcomes, digests, strict=True):
-            if row.draft_length and outcome.tokens:
+            if row.lookup_length and outcome.tokens:
                 places = row.drafting.places
                 places.follow(row.history)
                 places.extend(outcome.tokens[-1:])
                 elsewhere, alike = self._elsewhere(row, outcome.tokens[-1])
-                own = places.continuation(row.draft_length, max(self._shortest, alike), LONGEST_LOOKUP_MATCH)
+                own = places.continuation(row.lookup_length, max(self._shortest, alike), LONGEST_LOOKUP_MATCH)
                 # Only what is committed stays: the sampled token is committed once a row feeds it.
                 places.truncate(len(row.history))
-                row.drafting.keep(digest, own or elsewhere)
+                row.drafting.keep(digest, own or elsewhere, ProposalSource.LOOKUP)
 
     def _elsewhere(self, row: VerifyRow, sampled: int) -> tuple[Sequence[int], int]:
         """What followed in an earlier text, and how long the match is."""
         tree = None if self._store is None else self._store.tree(row.drafting.cache_scope)
         if tree is None:
             return (), 0
-        return tree.continuation(row.drafting.text, row.history, sampled, row.draft_length, self._shortest)
+        return tree.continuation(row.drafting.text, row.history, sampled, row.lookup_length, self._shortest)
 
 
 class Proposers:
@@ -123,7 +123,7 @@ class Proposers:
 
     @property
     def remembers(self) -> bool:
-        """Whether `offer` is to have all rows that computed, those with a `draft_length` of 0 too."""
+        """Whether `offer` is to have all rows that computed, also those for which nothing is proposed."""
         return self._lookup is not None and self._lookup.remembers
 
     def take(self, asked: Sequence[Asked], wait_seconds: float) -> list[Sequence[int]]:
@@ -133,6 +133,7 @@ class Proposers:
             taken = self._draft.take([asked[place] for place in missing], wait_seconds) if missing else []
             for place, proposal in zip(missing, taken, strict=True):
                 found[place] = proposal
+                asked[place].drafting.source = ProposalSource.DRAFT
         return found
 
     def offer(self, rows: Sequence[VerifyRow], outcomes: Sequence[RowOutcome], digests: Sequence[int]) -> None:
@@ -140,7 +141,7 @@ class Proposers:
             self._lookup.remember(rows)
         left: list[int] = []
         for place, (row, outcome, digest) in enumerate(zip(rows, outcomes, digests, strict=True)):
-            if not row.draft_length:
+            if not row.draft_length and not row.lookup_length:
                 continue
             expected, grammar = row.drafting.expected, row.sampling.grammar
             if grammar is not None and outcome.tokens and outcome.tokens[-1] in grammar.end_token_ids:
@@ -149,11 +150,11 @@ class Proposers:
                 left.append(place)
             elif outcome.tokens:
                 first = len(row.history) + 1 - row.prompt_length
-                row.drafting.keep(digest, expected[first : first + row.draft_length])
+                row.drafting.keep(digest, expected[first : first + row.lookup_length], ProposalSource.EXPECTED)
         if self._lookup is not None and left:
             self._lookup.offer(*_at(left, rows, outcomes, digests))
             left = [place for place in left if not rows[place].drafting.kept(digests[place], 1)]
-        if self._draft is not None and (left or not any(row.draft_length for row in rows)):
+        if self._draft is not None and (left or not any(row.draft_length or row.lookup_length for row in rows)):
             self._draft.offer(*_at(left, rows, outcomes, digests))
 
     def forget(self, drafting: SequenceDrafting) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from spool.engine.drafting.draft_kv import DraftKv
 from spool.engine.drafting.lookup.prompt_lookup import TokenPlaces
 from spool.engine.drafting.lookup.text_store import TextPlace
+from spool.scheduler.messages import ProposalSource
 
 
 @dataclass(slots=True, eq=False)
 class SequenceDrafting:
     """The output that is `expected`, from the end of the prompt on; the latest proposal made in this process, for the
-    prefix with this `digest`; for prompt lookup, where tokens stand, and where the sequence stands among other texts;
-    the KV of a draft inside."""
+    prefix with this `digest`, and the `source` of that, or of what was taken instead; for prompt lookup, where tokens
+    stand, and where the sequence stands among other texts; the KV of a draft inside."""
 
     sequence_id: int = 0
     cache_scope: bytes = b""
@@ -24,9 +25,10 @@ class SequenceDrafting:
     text: TextPlace = field(default_factory=TextPlace)
     proposal: Sequence[int] = ()
     digest: int = 0
+    source: ProposalSource = ProposalSource.DRAFT
 
-    def keep(self, digest: int, proposal: Sequence[int]) -> None:
-        self.digest, self.proposal = digest, proposal
+    def keep(self, digest: int, proposal: Sequence[int], source: ProposalSource = ProposalSource.DRAFT) -> None:
+        self.digest, self.proposal, self.source = digest, proposal, source
 
     def kept(self, digest: int, most: int) -> Sequence[int]:
         """Up to `most` tokens after the prefix; empty where none are kept for it."""

@@ -87,7 +87,7 @@ class TargetPlanner:
         if not rows:
             return None
         bound = self._config.wait_bound_steps * target.figures.step.seconds
-        return target.send(step_id, rows, work, forced, _wait_seconds(target, rows, bound) if work.proposed else 0.0)
+        return target.send(step_id, rows, work, forced, _wait_seconds(target, rows, bound) if work.drafted else 0.0)
 
     def _victims(self, target: TargetWorker) -> set[int]:
         """Sequences that are preempted for a waiting one, once no row of them is in flight."""
@@ -132,10 +132,12 @@ class TargetPlanner:
             short = length + verify > entry.room
             if short and not self._make_room(target, sequence, entry, length + verify):
                 continue
-            draft_length = self._controller.to_propose(sequence)
+            draft_length, lookup_length = self._controller.to_propose(sequence)
             row = target.make_row(sequence, entry, entry.valid, length, verify, draft_length, True)
+            row.lookup_length, row.looked_up = lookup_length, sequence.looked_up
+            row.drafted = sequence.drafted if sequence.drafted < verify else verify
             rows.append(row)
-            work.add(verify, row.kv_len)
+            work.add(verify, row.drafted, row.kv_len)
             del (target.suspects if sequence.suspected else target.idle)[sequence_id]
             sequence.state = VERIFYING
             target.verifying += 1
@@ -150,20 +152,22 @@ class TargetPlanner:
             before = target.in_flight[sequence_id]
             # For each token that the row before accepts, one more may lie behind the end of the sequence: the commit
             # leaves out what is verified there, and `end` counts its pages.
-            verify = min(before.draft_length, sequence.end - length - 2)
+            verify = min(before.asks, sequence.end - length - 2)
             most = 1 + verify
             end = length + before.verify + most
             if most > room or end > target.spec.max_sequence_length:
                 continue
             if target.reserve(target.kv[sequence_id], end):
-                draft_length = self._controller.to_propose(sequence)
+                draft_length, lookup_length = self._controller.to_propose(sequence)
                 digest = sequence.tokens.digests[length]
                 row = Row(sequence_id, length, digest, (), length + 1, verify, draft_length, True, before)
-                row.follows = True
+                row.follows, row.lookup_length = True, lookup_length
+                row.looked_up = before.lookup_length != 0
+                row.drafted = before.draft_length if before.draft_length < verify else verify
                 target.in_flight[sequence_id] = row
                 rows.append(row)
                 room -= most
-                work.add(verify, length)
+                work.add(verify, row.drafted, length)
 
     def _add_prefill(
         self, target: TargetWorker, sequences: Iterable[Sequence], rows: list[Row], work: Work, budget: int
@@ -182,8 +186,12 @@ class TargetPlanner:
                 budget -= end - start
                 work.fed += end - start
                 samples = end == sequence.length
-                propose = self._controller.to_propose if samples else self._controller.to_expect
-                row = target.make_row(sequence, entry, start, end, 0, propose(sequence), samples)
+                if samples:
+                    draft_length, lookup_length = self._controller.to_propose(sequence)
+                else:
+                    draft_length, lookup_length = self._controller.to_expect(sequence), None
+                row = target.make_row(sequence, entry, start, end, 0, draft_length, samples)
+                row.lookup_length = lookup_length
                 work.kv += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
                 rows.append(row)

@@ -11,7 +11,8 @@ from itertools import islice
 from statistics import fmean
 
 from spool.scheduler.config import Policy, SchedulerConfig
-from spool.scheduler.messages import DraftingReport
+from spool.scheduler.messages import DraftingReport, ProposalSource, Row, RowResult
+from spool.scheduler.speculation.acceptance import LookupAcceptance
 from spool.scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost
 from spool.scheduler.speculation.goodput import Cycle, TargetFigures, choose
 from spool.scheduler.state.worker_records import Work
@@ -47,7 +48,7 @@ class Controller:
         figures, decoded = target.figures, work.decoded + verified
         if decoded or work.fed:
             figures.cost.observe(seconds, 1.0, decoded + work.fed, decoded, work.kv)
-        if work.proposed:
+        if work.drafted:
             self._learn_drafting(figures, work, drafting_seconds)
         if not decoded:
             return
@@ -63,11 +64,11 @@ class Controller:
         """The mean is what counts: lookup takes next to nothing in many steps, and the draft behind it all the more in
         others. A proposal saves as many steps as it has tokens, at most: all that takes twice as long is too long."""
         step = figures.step.seconds
-        features = 1.0, work.longest, work.proposed, work.starting
+        features = 1.0, work.longest, work.drafted, work.starting
         figures.drafting_cost.observe(min(seconds, 2 * work.longest * step), *features, unit=step)
-        if not work.starting and work.proposed > figures.tried:
-            figures.tried = work.proposed
-        if not figures.length and work.proposed == 1:
+        if not work.starting and work.drafted > figures.tried:
+            figures.tried = work.drafted
+        if not figures.length and work.drafted == 1:
             figures.next_probe += _PROBE_EVERY * min(max(0.0, seconds) / step, 1.0)
 
     def _count_step(self, target: TargetWorker, figures: TargetFigures) -> None:
@@ -87,20 +88,31 @@ class Controller:
     def _probe(self, target: TargetWorker, figures: TargetFigures) -> None:
         prober = None if figures.prober is None else target.sequences.get(figures.prober)
         if prober is None or not self._drafts(prober):
-            # A draft worker has the least to read of the shortest.
+            # A draft worker has the least to read of the shortest. Of those that may only look up, it has nothing.
             able = filter(self._drafts, target.sequences.values())
-            shortest = min(able, key=lambda one: one.length, default=None)
+            shortest = min(able, key=lambda one: (one.request.proposer == "lookup", one.length), default=None)
             figures.prober = None if shortest is None else shortest.sequence_id
         figures.probes_left, figures.next_probe = _PROBE_ROUNDS, figures.steps + _PROBE_EVERY / 2
 
-    def round(self, target: TargetWorker, sequence: Sequence, asked: int, verified: int, accepted: int) -> None:
-        """A round ended. Of the `asked` tokens of a proposal `verified` were there, and `accepted` were taken."""
-        figures = target.figures
+    def round(self, target: TargetWorker, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """A round ended."""
+        figures, accepted, sequences = target.figures, result.accepted, len(target.sequences)
         figures.rounds += 1
-        model = figures.acceptance
-        if target.grant is not None:
-            asked = verified  # what a draft worker was late with says nothing of its model
-        if not asked or model is None:
+        model, found = figures.acceptance, result.source is ProposalSource.LOOKUP
+        if not row.verify or model is None or sequence.request.expected_output:
+            return
+        if found and figures.lookup is None:
+            figures.lookup = LookupAcceptance(self._config.draft_length)
+        if figures.lookup is not None and row.looked_up:
+            figures.lookup.looked_up(found, sequences)
+            if found:
+                # Of those that only probes have asked for, the last few count, whoever's they are.
+                probed = figures.choice is not None and figures.choice.lookup == 0
+                figures.lookup.observe(accepted, result.verified, 1 if probed else sequences)
+                return
+        # What a draft worker was late with says nothing of its model.
+        asked = row.drafted if target.grant is None else result.verified
+        if not asked:
             return
         if not figures.length and sequence.sequence_id == figures.prober:
             if accepted and model.chances[0] < 0.5:
@@ -108,7 +120,7 @@ class Controller:
                 self._probe(target, figures)
             elif sequence.proposed_before:
                 figures.probes_left = 0
-        model.observe(accepted, asked, len(target.sequences))
+        model.observe(accepted, asked, sequences)
 
     def served(self, target: TargetWorker, report: DraftingReport) -> None:
         """How the target's draft worker served it in one step."""
@@ -140,7 +152,7 @@ class Controller:
     def longest(self, sequence: Sequence) -> int:
         """Tokens that may be verified in the sequence's next round: 0 where nobody proposes any."""
         request, target = sequence.request, sequence.target
-        if sequence.suspected:
+        if sequence.suspected or request.proposer == "none":
             return 0
         length, asked = self._config.draft_length, request.draft_length
         if asked is not None and (asked < length or request.expected_output):
@@ -153,30 +165,47 @@ class Controller:
             return 0
         return length if length < target.longest_draft else target.longest_draft
 
-    def to_propose(self, sequence: Sequence) -> int:
-        """Tokens to propose with the sequence's next row, which samples, for the round after it."""
+    def to_propose(self, sequence: Sequence) -> tuple[int, int | None]:
+        """Tokens to propose with the sequence's next row, which samples, for the round after it: by a draft, and where
+        lookup finds them; None: as many."""
+        draft, lookup = self._lengths(sequence)
+        match sequence.request.proposer:
+            case "draft":
+                return draft, 0
+            case "lookup":
+                return 0, draft if lookup is None else lookup
+            case _:
+                return draft, lookup
+
+    def _lengths(self, sequence: Sequence) -> tuple[int, int | None]:
+        """As `to_propose`, whoever may propose."""
         length, target = self.longest(sequence), sequence.target
         if length >= (rest := sequence.end - sequence.length - 1):
             length = rest - 1
         if length <= 0:
-            return 0
+            return 0, None
         if target is None or not self._chooses(sequence):
-            return length
+            return length, None
         figures = target.figures
-        if figures.plain_step:
-            return 0
-        chosen = figures.length
+        chosen, lookup = figures.length, None if figures.choice is None else figures.choice.lookup
         if not figures.tried and figures.prober is None:
             self._probe(target, figures)
-        if not chosen and figures.probes_left and sequence.sequence_id == figures.prober:
+        probes = not chosen and figures.probes_left > 0 and sequence.sequence_id == figures.prober
+        if probes:
             figures.probes_left -= 1
             self._counters.probes += 1
-            return 1
-        return chosen if chosen < length else length
+            chosen = 1
+        elif figures.plain_step:
+            chosen = 0
+        if lookup is not None:
+            lookup = min(lookup or int(probes or figures.plain_step), length)
+        return chosen if chosen < length else length, lookup
 
     def to_expect(self, sequence: Sequence) -> int:
-        """What `to_propose` will most likely say once the prompt is computed; where 0, a draft need not read it."""
+        """What `to_propose` will most likely ask of a draft once the prompt is computed; where 0, none need read it."""
         length, target = self.longest(sequence), sequence.target
+        if sequence.request.proposer == "lookup":
+            return 0
         return length if target is None or not self._chooses(sequence) else min(length, target.figures.length)
 
     def _chooses(self, sequence: Sequence) -> bool:
@@ -201,7 +230,8 @@ class Controller:
             # Who proposes may never be of use: until something is known of its costs, one sequence tries it.
             if figures.prober not in target.sequences:
                 self._probe(target, figures)
-            return
+            if figures.lookup is None:
+                return
         base, token, verified, kv = figures.cost.coefficients
         of_step, of_pass, of_token, _ = figures.drafting_cost.coefficients
         count = figures.decided_for
@@ -216,9 +246,9 @@ class Controller:
             of_token=of_token,
         )
         # A first guess of costs or chances may be far off: what has been tried is at most doubled.
-        chances = model.chances[: max(1, 2 * figures.tried // count)]
+        chances = model.chances[: max(1, 2 * figures.tried // count)] if figures.tried else []
         if not figures.length:
             figures.reading_until = figures.steps + _PROBE_ROUNDS
-        choice = figures.choice = choose(cycle, chances, share, figures.in_time, figures.choice)
+        choice = figures.choice = choose(cycle, chances, share, figures.in_time, figures.choice, figures.lookup)
         if choice.length and figures.steps < figures.reading_until:
             choice.wait = max(choice.wait, self._config.wait_bound_steps * figures.step.seconds)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from spool.scheduler.config import Policy, SchedulerConfig
 from spool.scheduler.messages import Role, WorkerSpec
-from spool.scheduler.speculation.acceptance import ModelAcceptance
+from spool.scheduler.speculation.acceptance import Acceptance
 from spool.scheduler.state.digests import DigestedTokens
 from spool.scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 
@@ -22,7 +22,7 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
-        self._models: dict[str, ModelAcceptance] = {}
+        self._models: dict[str, Acceptance] = {}
         """What is learnt of draft models, by their ids."""
         self._draining: dict[str, TargetWorker | DraftWorker] = {}
         """Those that were not reported as drained."""
@@ -49,8 +49,8 @@ class Fleet:
             self.drafts[spec.worker_id] = DraftWorker(spec.worker_id, acceptance)
         self._note_targets()
 
-    def _acceptance(self, model_id: str) -> ModelAcceptance:
-        return self._models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
+    def _acceptance(self, model_id: str) -> Acceptance:
+        return self._models.setdefault(model_id, Acceptance(self._config.draft_length))
 
     def remove(self, worker_id: str) -> TargetWorker | None:
         """The target that is gone, if it is one."""

@@ -31,23 +31,27 @@ class KvEntry:
 @dataclass(slots=True)
 class Work:
     """What a step does: the tokens that it decodes or verifies, the other tokens that it feeds, and the tokens of KV
-    that its pass reads. `proposed` counts the tokens that it may verify, and `longest` those of the row with most:
-    the passes of whoever proposes. For `starting` of these sequences nothing was asked the round before."""
+    that its pass reads. `proposed` counts the tokens that it may verify, `drafted` those that a draft was asked for,
+    and `longest` those of the row with most: the passes of the draft. For `starting` of these sequences nothing was
+    asked the round before."""
 
     decoded: int = 0
     fed: int = 0
     kv: int = 0
     proposed: int = 0
+    drafted: int = 0
     longest: int = 0
     starting: int = 0
 
-    def add(self, verify: int, kv: int) -> None:
-        """A row that decodes a token, verifies up to `verify` proposed ones, and reads `kv` tokens of KV."""
+    def add(self, verify: int, drafted: int, kv: int) -> None:
+        """A row that decodes a token, verifies up to `verify` proposed ones, of which a draft was asked for `drafted`,
+        and reads `kv` tokens of KV."""
         self.decoded += 1
         self.kv += kv
-        if verify:
-            self.proposed += verify
-            self.longest = max(self.longest, verify)
+        self.proposed += verify
+        if drafted:
+            self.drafted += drafted
+            self.longest = max(self.longest, drafted)
 
 
 @dataclass(slots=True)

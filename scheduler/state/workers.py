@@ -19,7 +19,7 @@ from spool.scheduler.messages import (
     WorkerSpec,
 )
 from spool.scheduler.page_counts import PageCounts
-from spool.scheduler.speculation.acceptance import ModelAcceptance
+from spool.scheduler.speculation.acceptance import Acceptance
 from spool.scheduler.speculation.goodput import TargetFigures
 from spool.scheduler.state.digests import DigestedTokens
 from spool.scheduler.state.key_accounts import KeyAccount
@@ -60,8 +60,10 @@ class Sequence:
         # One round.
         self.verify = 0
         """Proposed tokens that the next row may verify: as many as the row before asked for."""
+        self.drafted, self.looked_up = 0, False
+        """Of these, those that it asked a draft for, and whether it asked for what lookup finds."""
         self.proposed_before = False
-        """Whether the last row might verify any, and they were there in time."""
+        """Whether a draft was asked for any that the last row might verify, and they were there in time."""
         self.due = 0.0
         """From which of the target's groups on an IDLE sequence must not be passed over any more."""
 
@@ -140,7 +142,7 @@ class KvMove:
 class TargetWorker:
     """A target worker: its KV and pages, the steps that it has not answered, and what its sequences wait for."""
 
-    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: Acceptance | None = None) -> None:
         """`acceptance`: of the target's own draft, if it has one."""
         self.spec, self.worker_id, self.page_size = spec, spec.worker_id, spec.page_size
         half = max(1, spec.max_num_batched_tokens // 2)
@@ -379,7 +381,7 @@ class DraftWorker:
     model. One that is `draining` gets no other targets, since it will leave."""
 
     worker_id: str
-    acceptance: ModelAcceptance
+    acceptance: Acceptance
     draining: bool = False
     targets: dict[str, TargetWorker] = field(default_factory=dict)
 

@@ -58,14 +58,17 @@ class Lifecycle:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, sequence: Sequence, proposed: int = 0) -> None:
-        """The target is up to date: the sequence waits for a verify group, to verify up to `proposed` tokens in it. A
+    def begin_round(self, sequence: Sequence, before: Row | None = None) -> None:
+        """The target is up to date: the sequence waits for a verify group, to verify what the row `before` asked for. A
         sequence whose target drains moves to another target first, if one that gives the same bits has room."""
         target = sequence.target
         if target is None or (target.draining and self.relocate(sequence)):
             return
-        longest = self.controller.longest(sequence)
-        sequence.verify = proposed if proposed < longest else longest
+        sequence.verify, sequence.drafted, sequence.looked_up = 0, 0, False
+        if before is not None:
+            asks, longest = before.asks, self.controller.longest(sequence)
+            sequence.verify = asks if asks < longest else longest
+            sequence.drafted, sequence.looked_up = before.draft_length, before.lookup_length != 0
         sequence.due = target.due()
         change_state(sequence, IDLE)
 

@@ -47,6 +47,7 @@ class Rounds:
         for row, result in zip(step.rows, event.results, strict=True):
             if row.verify:
                 verified += result.verified if 0 < result.verified <= row.verify else 0
+            if row.drafted:
                 work.starting += not (row.abandoned or target.sequences[row.sequence_id].proposed_before)
             if work.fed:
                 # KV that a worker took over from other sequences took no time, nor did a chunk that was sent before an
@@ -123,10 +124,9 @@ class Rounds:
         sequence.target_failures = 0
         if sequence.state is VERIFYING:
             self._shapes.append((before, verified))
-            asked = 0 if sequence.request.expected_output else row.verify
-            self._controller.round(target, sequence, asked, verified, accepted)
-            sequence.proposed_before = verified > 0 or (row.verify > 0 and target.grant is None)
-            lengths = self._counters.draft_lengths
+            self._controller.round(target, sequence, row, result)
+            sequence.proposed_before = row.drafted > 0 and (verified > 0 or target.grant is None)
+            lengths, asked = self._counters.draft_lengths, 0 if sequence.request.expected_output else row.drafted
             lengths[asked] = lengths.get(asked, 0) + 1
         sequence.fingerprint = target.spec.fingerprint
         emitted, reason = sequence.commit(tokens)
@@ -139,6 +139,7 @@ class Rounds:
         if count < len(tokens):
             digests, logprobs = digests[:count], logprobs[:count]
         emission = EmitTokens(sequence_id, emitted, verified, kept, digests, logprobs, target_id=target.worker_id)
+        emission.source = result.source
         if sequence.cached or sequence.prompt_logprobs:
             emission.prompt_logprobs, emission.cached = tuple(sequence.prompt_logprobs), sequence.cached
             sequence.prompt_logprobs, sequence.cached = [], 0
@@ -155,7 +156,7 @@ class Rounds:
         elif later is not None and later.follows and not later.abandoned:
             self._lifecycle.go_on(sequence, later)
         else:
-            self._lifecycle.begin_round(sequence, row.draft_length)
+            self._lifecycle.begin_round(sequence, row)
 
     def _lost_kv(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
         sequence.target_failures += 1

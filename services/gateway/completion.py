@@ -344,6 +344,7 @@ class CompletionEngine:
             deadline_seconds=seconds_left,
             stop_token_ids=self._stop_token_ids(options),
             draft_length=options.draft_length,
+            proposer=options.proposer or "",
             top_logprobs=options.top_logprobs,
             request_id=current_request_id(),
             traceparent=traceparent,

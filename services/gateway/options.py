@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from spool.scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
+from spool.scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, PROPOSERS
 from spool.scheduler.sampling import MAX_SEED, MAX_TOKEN_ID, SamplingParameters
 from spool.services.gateway.answers.tools import Tool, ToolUse, check_tools
 from spool.services.gateway.errors import invalid
@@ -75,8 +75,9 @@ class GenerationOptions:
     """How to continue each prompt. None means the server's default.
 
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
-    first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
-    `priority` are handled earlier; only those with the same `cache_salt` ("": none) take over each other's KV.
+    first `min_tokens` tokens. `draft_length` 0 turns speculation off; only the `proposer` proposes, if one is given.
+    Of one key's requests, those with the lower `priority` are handled earlier; only those with the same `cache_salt`
+    ("": none) take over each other's KV.
     `structure` says what each choice must look like. With `as_message`, the
     answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
     SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
@@ -101,6 +102,7 @@ class GenerationOptions:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     draft_length: int | None = None
+    proposer: str | None = None
     priority: int = 0
     cache_salt: str = ""
     structure: Structure | None = None
@@ -158,6 +160,9 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
         ("priority", options.priority, MIN_PRIORITY, MAX_PRIORITY),
     ):
         _check_range(options.names.get(name, name), value, minimum, maximum)
+    if options.proposer is not None and options.proposer not in PROPOSERS:
+        name, allowed = options.names.get("proposer", "proposer"), ", ".join(PROPOSERS)
+        raise invalid(f"proposer is {shown(options.proposer)}, must be one of {allowed}", name)
     for name in ("stop", "bad_words"):
         _check_texts(name, getattr(options, name))
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)

@@ -25,7 +25,7 @@ class Versions:
         return f"version {self.newest}" if self.oldest == self.newest else f"versions {self.oldest} to {self.newest}"
 
 
-SPOKEN = Versions(20, 21)
+SPOKEN = Versions(20, 22)
 """`newest` is raised by one with every change of protos/ or of its meaning. Where processes of the version before still
 understand what is sent, as they do if fields are only added, `oldest` stays; else it becomes `newest`.
 

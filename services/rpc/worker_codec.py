@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from spool.protos import worker_pb2
 from spool.scheduler.messages import (
     DraftingReport,
+    ProposalSource,
     Role,
     Row,
     RowResult,
@@ -21,6 +22,7 @@ from spool.services.rpc.conversion import WireEnum, from_wire, to_wire
 from spool.services.rpc.protocol_version import release_numbers
 
 ROLES = WireEnum(Role, worker_pb2.Role, "ROLE_")
+SOURCES = WireEnum(ProposalSource, worker_pb2.ProposalSource, "PROPOSAL_SOURCE_")
 ROW_STATUSES = WireEnum(RowStatus, worker_pb2.RowStatus, "ROW_STATUS_")
 
 
@@ -53,6 +55,7 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         known_tokens=len(row.tokens) if row.known else 0,
         verify=row.verify,
         draft_length=row.draft_length,
+        lookup_length=row.lookup_length,
         sample=row.sample,
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
         scoring=None if row.scoring is None else to_wire(worker_pb2.PromptScoring, row.scoring),
@@ -76,6 +79,7 @@ def step_to_wire(
             prefix_digests=[row.prefix_digest for row in following],
             draft_lengths=_column([row.draft_length for row in following]),
             verify=_column([row.verify for row in following]),
+            lookup_lengths=_lookup_lengths(following),
         )
         if following
         else None,
@@ -99,6 +103,9 @@ def answers_to_wire(results: Sequence[RowResult]) -> worker_pb2.RowAnswers:
         answers.prefix_digests.extend(0 if result.tokens else result.prefix_digest for result in results)
     if any(result.status is not ok for result in results):
         answers.statuses.extend(ROW_STATUSES.to_wire(result.status) for result in results)
+    if any(result.source is not None for result in results):
+        nobody = worker_pb2.PROPOSAL_SOURCE_UNSPECIFIED
+        answers.sources.extend(nobody if one.source is None else SOURCES.to_wire(one.source) for one in results)
     if any(result.logits_digests for result in results):
         for result in results:
             answers.logits_digests.extend(result.logits_digests or (0,) * len(result.tokens))
@@ -115,12 +122,13 @@ def answers_to_wire(results: Sequence[RowResult]) -> worker_pb2.RowAnswers:
 
 def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
     """One result for each row of the step, in their order. Raises ValueError naming a column that is too long or too
-    short, a status that this version does not know, and details out of place."""
+    short, a status or source that this version does not know, and details out of place."""
     rows, answers = step.rows, reply.rows
     size = len(rows)
     counts, tokens, kv_lens = list(answers.counts), tuple(answers.tokens), list(answers.kv_lens)
     logits_digests = tuple(answers.logits_digests)
-    optional = {name: list(getattr(answers, name)) for name in ("statuses", "prefix_digests", "verified", "reused")}
+    names = "statuses", "prefix_digests", "verified", "reused", "sources"
+    optional = {name: list(getattr(answers, name)) for name in names}
     _check_size("counts", counts, size)
     _check_size("tokens", tokens, sum(counts))
     _check_size("kv_lens", kv_lens, size)
@@ -131,7 +139,7 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
         _check_size("logits_digests", logits_digests, len(tokens))
     none = [0] * size
     statuses = [ROW_STATUSES.from_wire(status) for status in optional["statuses"]] or [RowStatus.OK] * size
-    digests, verified, reused = (optional[name] or none for name in ("prefix_digests", "verified", "reused"))
+    digests, verified, reused, sources = (optional[name] or none for name in names[1:])
     results = list[RowResult]()
     first = 0
     for place, row in enumerate(rows):
@@ -141,6 +149,8 @@ def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowR
             row.sequence_id, statuses[place], kv_lens[place], digests[place], tokens[first:end], accepted
         )
         result.verified, result.reused = verified[place], reused[place]
+        if sources[place]:
+            result.source = SOURCES.from_wire(sources[place])
         if logits_digests and count and logits_digests[first]:
             result.logits_digests = logits_digests[first:end]
         results.append(result)
@@ -181,6 +191,13 @@ def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     """Raises ValueError where ids and values differ in number."""
     top = tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True))
     return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
+
+
+def _lookup_lengths(rows: Sequence[Row]) -> list[int]:
+    """Nothing where all are as their draft lengths."""
+    if all(row.lookup_length is None for row in rows):
+        return []
+    return [row.draft_length if row.lookup_length is None else row.lookup_length for row in rows]
 
 
 def _column(values: list[int]) -> list[int]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from spool.engine.models.source import public_name
 from spool.protos import scheduler_pb2, worker_pb2
-from spool.scheduler.messages import Role
+from spool.scheduler.messages import ProposalSource, Role
 from spool.scheduler.statistics import DraftingSnapshot, Snapshot, WorkerSnapshot
 from spool.services.rpc.conversion import WireEnum, to_wire
 from spool.services.rpc.protocol_version import SOFTWARE_VERSION
-from spool.services.rpc.worker_codec import ROLES
+from spool.services.rpc.worker_codec import ROLES, SOURCES
 from spool.services.scheduler.service import SchedulerService
 from spool.services.scheduler.session import GatewaySession
 from spool.services.scheduler.workers.worker_link import WorkerLink, WorkerState
@@ -79,6 +79,15 @@ def status_of(
             draft_tokens=totals.drafted,
             accepted_tokens=totals.accepted,
             accepted_per_position=totals.accepted_per_position,
+            sources=[
+                scheduler_pb2.SourceFigures(
+                    source=SOURCES.to_wire(source),
+                    draft_tokens=drafted,
+                    accepted_tokens=totals.accepted_by[source.value],
+                )
+                for source in ProposalSource
+                if (drafted := totals.drafted_by[source.value])
+            ],
         ),
         drafting=[drafting_to_wire(one) for one in core.drafting_now],
     )
@@ -124,12 +133,21 @@ def drafting_to_wire(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
         what = f"drafts up to {now.length} tokens with {draft}, which is to give {now.gain:.2f} times"
     else:
         what = f"does not draft with {draft}: nothing beats, by enough to change,"
-    chances = ", ".join(f"{chance:.2f}" for chance in now.chances) or "unknown"
-    chances = f"acceptance by place {chances}"
+    chances = f"acceptance by place {_listed(now.chances)}"
+    if now.lookup_chances:
+        chances += (
+            f"; lookup finds up to {now.lookup_length} tokens in {now.lookup_share:.0%} of the rounds, acceptance "
+            f"{_listed(now.lookup_chances)}"
+        )
     return to_wire(
         scheduler_pb2.DraftingFigures,
         now,
         draft_length=now.length,
         acceptance=now.chances,
+        lookup_acceptance=now.lookup_chances,
         explanation=f"{now.target_id} {what} the tokens a second of plain decoding; {chances}",
     )
+
+
+def _listed(chances: Sequence[float]) -> str:
+    return ", ".join(f"{chance:.2f}" for chance in chances) or "unknown"

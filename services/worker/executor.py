@@ -21,7 +21,7 @@ from spool.engine.kv.kv_store import KvStore
 from spool.engine.kv.pages import PagePool
 from spool.engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 from spool.protos import worker_pb2
-from spool.scheduler.messages import Role, RowResult, RowStatus
+from spool.scheduler.messages import ProposalSource, Role, RowResult, RowStatus
 from spool.scheduler.state.digests import EMPTY_DIGEST
 from spool.services.rpc.conversion import to_wire
 from spool.services.rpc.worker_codec import ROLES, answers_to_wire, report_to_wire
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _CACHED_REPLIES = 16
 
-_Computed = tuple[int, int, int, RowOutcome, int, int]
-"""Of a row that was computed: its sequence, the sequence's length and digest then, the outcome, and how many positions
-were reused and proposed tokens verified."""
+_Computed = tuple[int, int, int, RowOutcome, int, int, ProposalSource | None]
+"""Of a row that was computed: its sequence, the sequence's length and digest then, the outcome, how many positions were
+reused and proposed tokens verified, and who proposed these."""
 
 _DRAINING = "the worker is draining and takes no new sequences"
 
@@ -257,8 +257,8 @@ class StepExecutor:
                 timings = outcome.timings
                 for (place, row), row_outcome in zip(running.items(), outcome.rows, strict=True):
                     settled = results[place] = self._settle(row, row_outcome)
-                    wanted = row.draft_length or self._proposer.remembers
-                    if wanted and self.engine.pool.rewinds and not isinstance(settled, RowResult):
+                    asks = row.draft_length or row.lookup_length or self._proposer.remembers
+                    if asks and self.engine.pool.rewinds and not isinstance(settled, RowResult):
                         self._add_offer(row, row_outcome)
         report = self._proposer.report()
         ended = self._ended = self._clock()
@@ -323,7 +323,8 @@ class StepExecutor:
     ) -> None:
         """Adds to what `_prepare` gives; the first of them has the place `first`."""
         none = [0] * len(following.sequence_ids)
-        optional = following.draft_lengths or none, following.verify or none
+        lengths = following.draft_lengths or none
+        optional = lengths, following.verify or none, following.lookup_lengths or lengths
         columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, *optional, strict=True)
         for place, columns_of_row in enumerate(columns, first):
             try:
@@ -358,7 +359,9 @@ class StepExecutor:
                 self._sequences.settle(row, tokens[: outcome.accepted], tokens[-1] if tokens else None)
                 # Nobody needs the digest of a row that has sampled.
                 digest = 0 if tokens else row.digest
-                return sequence_id, length, digest, outcome, row.reused, len(row.draft_tokens)
+                verified = len(row.draft_tokens)
+                source = row.drafting.source if verified else None
+                return sequence_id, length, digest, outcome, row.reused, verified, source
             if not outcome.out_of_pages:
                 # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
                 self._sequences.stop_sharing(row)
@@ -384,14 +387,23 @@ class StepExecutor:
 def _uneven(following: worker_pb2.FollowingRows) -> str | None:
     """What is wrong with columns that do not fit each other."""
     size = len(following.sequence_ids)
-    for name in ("kv_lens", "prefix_digests", "draft_lengths", "verify"):
-        found, optional = len(getattr(following, name)), name in ("draft_lengths", "verify")
+    columns_that_may_be_empty = "draft_lengths", "verify", "lookup_lengths"
+    for name in ("kv_lens", "prefix_digests", *columns_that_may_be_empty):
+        found, optional = len(getattr(following, name)), name in columns_that_may_be_empty
         if found != size and (found or not optional):
             return f"following.{name} has {found} entries, must have {size} as sequence_ids has"
     return None
 
 
-def _result(sequence_id: int, length: int, digest: int, outcome: RowOutcome, reused: int, verified: int) -> RowResult:
+def _result(
+    sequence_id: int,
+    length: int,
+    digest: int,
+    outcome: RowOutcome,
+    reused: int,
+    verified: int,
+    source: ProposalSource | None,
+) -> RowResult:
     return RowResult(
         sequence_id,
         RowStatus.OK,
@@ -404,6 +416,7 @@ def _result(sequence_id: int, length: int, digest: int, outcome: RowOutcome, reu
         reused=reused,
         prompt_logprobs=tuple(outcome.prompt_logprobs),
         verified=verified,
+        source=source,
     )
 
 

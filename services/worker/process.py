@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from spool.engine.cpu.threads import keep_threads_apart
+from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.drafting.model_drafting import Draft
 from spool.engine.drafting.proposer import Lookup, Proposer, Proposers
-from spool.engine.drafting.lookup.text_store import TextStore
 from spool.engine.errors import one_line
 from spool.engine.settings import EngineSettings
 from spool.protos import worker_pb2

@@ -61,9 +61,10 @@ class WorkerSequence(VerifyRow):
     def digest(self) -> int:
         return self.known.digest(self.table.length)
 
-    def begin(self, start: int, tokens: Sequence[int], verify: int, draft_length: int) -> None:
+    def begin(self, start: int, tokens: Sequence[int], verify: int, draft_length: int, lookup_length: int) -> None:
         """A row that samples and reuses nothing; its tokens are known."""
-        self.start, self.tokens, self.verify, self.draft_length = start, tokens, verify, draft_length
+        self.start, self.tokens, self.verify = start, tokens, verify
+        self.draft_length, self.lookup_length = draft_length, lookup_length
         self.draft_tokens, self.sample, self.scoring, self.reused = (), True, None, 0
 
     def truncate_tokens(self, length: int) -> None:
@@ -150,12 +151,13 @@ class WorkerSequences:
         if len(tokens) > most:
             held.truncate_tokens(start)
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        held.begin(start, tokens, min(row.verify, most - len(tokens)), row.draft_length)
+        lookup_length = row.lookup_length if row.HasField("lookup_length") else row.draft_length
+        held.begin(start, tokens, min(row.verify, most - len(tokens)), row.draft_length, lookup_length)
         held.sample, held.scoring, held.reused = row.sample, scoring, max(0, start - kept)
         return held
 
     def follow(
-        self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int, verify: int
+        self, sequence_id: int, kv_len: int, prefix_digest: int, draft_length: int, verify: int, lookup_length: int
     ) -> WorkerSequence:
         """As `prepare`, for a row that feeds the token which the sequence's last row has sampled. `kv_len` is where the
         own tokens of that row must have ended.
@@ -180,7 +182,7 @@ class WorkerSequences:
         # Where the row begins depends on how many proposed tokens the row before has accepted.
         if verify:
             verify = min(verify, self._engine.max_sequence_length - length, self._engine.max_num_batched_tokens - 1)
-        held.begin(start, fed, verify, draft_length)
+        held.begin(start, fed, verify, draft_length, lookup_length)
         return held
 
     def settle(self, sequence: WorkerSequence, accepted: Sequence[int], sampled: int | None) -> None:

@@ -86,11 +86,13 @@ class Clients:
         stream: bool = False,
         headers: Mapping[str, str] | None = None,
         draft_length: int | None = None,
+        proposer: str | None = None,
         **fields: Any,
     ) -> Answer:
         chat = bool(prompt) and isinstance(prompt[0], Mapping)
         body = {"messages" if chat else "prompt": prompt, "return_token_ids": True, **fields}
-        body["spool"] = {} if draft_length is None else {"draft_length": draft_length}
+        options = {"draft_length": draft_length, "proposer": proposer}
+        body["spool"] = {name: value for name, value in options.items() if value is not None}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         route = "/v1/chat/completions" if chat else "/v1/completions"

@@ -139,7 +139,11 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
             "accepted_per_position": list(status.speculation.accepted_per_position),
         },
         "replicas": status.replicas.explanation,
-        "drafting": [*(choice.explanation for choice in status.drafting), *_ahead(status.speculation)],
+        "drafting": [
+            *(choice.explanation for choice in status.drafting),
+            *_by_source(status.speculation),
+            *_ahead(status.speculation),
+        ],
         "workers": [
             {
                 "id": worker.worker_id,
@@ -152,6 +156,17 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
         ],
         "gateways": [{"id": gateway.gateway_id, "version": gateway.version or "-"} for gateway in status.gateways],
     }
+
+
+def _by_source(figures: scheduler_pb2.SpeculationFigures) -> Iterator[str]:
+    """How much was accepted of each who proposed, where that is more than one."""
+    sources = [
+        f"{worker_pb2.ProposalSource.Name(one.source).removeprefix('PROPOSAL_SOURCE_').lower()} "
+        f"{one.accepted_tokens / one.draft_tokens:.0%}"
+        for one in figures.sources
+    ]
+    if len(sources) > 1:
+        yield f"accepted by source: {', '.join(sources)}"
 
 
 def _ahead(figures: scheduler_pb2.SpeculationFigures) -> Iterator[str]:

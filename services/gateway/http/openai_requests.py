@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -48,6 +48,8 @@ class SpoolOptions(Body):
     """Tokens to propose in each round; 0 turns speculation off."""
     speculation: bool | None = None
     """False turns speculation off."""
+    proposer: Literal["draft", "lookup", "none"] | None = None
+    """Who may propose tokens; all that the server has unless given."""
 
     def effective_draft_length(self) -> int | None:
         return 0 if self.speculation is False else self.draft_length
@@ -231,6 +233,7 @@ class _Generation(Body):
             values,
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
+            proposer=None if self.spool is None else self.spool.proposer,
             names={"draft_length": "spool.draft_length", **names},
             **more,
         )

@@ -211,6 +211,10 @@ counter spec_decode_num_draft_tokens_total statistics.drafted
     Tokens proposed and verified.
 counter spec_decode_num_accepted_tokens_total statistics.accepted
     Proposed tokens that were accepted and became output.
+counter draft_tokens_by_source_total statistics.drafted_by source
+    Tokens proposed and verified by who proposed them, as far as targets tell: draft, lookup or expected (output).
+counter accepted_tokens_by_source_total statistics.accepted_by source
+    Those of them that were accepted and became output.
 counter spec_decode_num_accepted_tokens_per_pos_total accepted_by_position position
     Accepted tokens by their position in the proposal, from 0 on; the last position, 15, stands for all beyond.
 histogram spec_decode_accepted_length statistics.accepted_lengths tokens

@@ -11,12 +11,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spool.scheduler.messages import EmitTokens, Role, RowStatus, SendStep, SequenceRequest, StepCompleted
+from spool.scheduler.messages import (
+    EmitTokens,
+    ProposalSource,
+    Role,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    StepCompleted,
+)
 from spool.scheduler.statistics import Counters
 from spool.services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
 
 POSITIONS = 16
 """Positions of a proposal that are told apart; the last of them stands for all beyond."""
+
+
+def _by_source() -> dict[str, int]:
+    return {source.value: 0 for source in ProposalSource}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,7 @@ class StatisticsSnapshot:
     Rounds. A sequence's first tokens come out of its prefill; every other delivery is that of one round. `deliveries`
     counts both kinds. `committed_per_round` is tokens of rounds over rounds, `acceptance_rate` accepted over drafted
     tokens, `accepted_lengths` the number of rounds for each number of accepted tokens, rounds without a draft left out.
+    `drafted_by` and `accepted_by` are the drafted and accepted tokens by who proposed them, as far as targets told.
 
     Sequences. `outcomes` counts those that ended, by FinishReason, FAILED and REFUSED; `finished`, `failed` and
     `refused` are sums of it. `row_errors` counts rows that a target answered otherwise than asked, by status.
@@ -73,6 +86,8 @@ class StatisticsSnapshot:
     committed_per_round: float = 0.0
     acceptance_rate: float = 0.0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
+    drafted_by: dict[str, int] = field(default_factory=_by_source)
+    accepted_by: dict[str, int] = field(default_factory=_by_source)
     groups: int = 0
     mean_group_size: float = 0.0
     group_sizes: dict[int, int] = field(default_factory=dict)
@@ -210,6 +225,9 @@ class ServiceStatistics(ServiceObserver):
                 self._drafted += emission.drafted
                 self._accepted += emission.accepted
                 self._accepted_lengths[emission.accepted] += 1
+                if emission.source is not None:
+                    self._drafted_by[emission.source.value] += emission.drafted
+                    self._accepted_by[emission.source.value] += emission.accepted
         self._deliveries += len(emissions)
         self._rounds += len(emissions) - (len(begun) - before)
 
@@ -296,6 +314,8 @@ class ServiceStatistics(ServiceObserver):
             committed_per_round=_quotient(self._round_tokens, self._rounds),
             acceptance_rate=_quotient(self._accepted, self._drafted),
             accepted_lengths=dict(sorted(self._accepted_lengths.items())),
+            drafted_by=dict(self._drafted_by),
+            accepted_by=dict(self._accepted_by),
             groups=groups,
             mean_group_size=_quotient(sum(rows * count for rows, count in self._group_sizes.items()), groups),
             group_sizes=dict(sorted(self._group_sizes.items())),
@@ -337,6 +357,7 @@ class ServiceStatistics(ServiceObserver):
         self._outcomes: Counter[str] = Counter()
         self._rounds = self._round_tokens = self._drafted = self._accepted = 0
         self._accepted_lengths: Counter[int] = Counter()
+        self._drafted_by, self._accepted_by = _by_source(), _by_source()
         self._group_sizes: Counter[int] = Counter()
         self._forced_groups = 0
         self._shapes_before = _shapes(core)

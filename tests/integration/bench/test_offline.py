@@ -24,13 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     for model in save_tiny_pair("llama", folder):
         save_tokenizer(model)
-    write_lines(folder / "prompts.jsonl", *({"prompt": f"once upon a time {number}"} for number in range(6)))
+    lines = ({"prompt": f"once upon a time {number}", "category": "ab"[number % 2]} for number in range(6))
+    write_lines(folder / "prompts.jsonl", *lines)
     return folder
 
 
 def test_measures_every_cell(folder: Path) -> None:
     models = ("llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl", "--dtype", "float32")
-    grid = ("--policy", "plain", "--policy", "ragged", "--batch-size", "3", "--repeats", "2")
+    grid = ("--policy", "ragged", "--batch-size", "3", "--repeats", "2")
     peers = ("--peer", "transformers")
     few = ("--max-tokens", "8", "--threads", "1", "--count", "6", "--output", "out.json")
     command = [sys.executable, "-m", "bench.offline", *models, *grid, *peers, *few]
@@ -45,7 +46,24 @@ def test_measures_every_cell(folder: Path) -> None:
         assert cell["exact_match"] == cell["like_spool"] == 1.0
         assert cell["tokens_per_second"]["median"] > 0
         if system == "transformers":
-            assert cell["statistics"] == {}
+            assert cell["statistics"] == cell["domains"] == {}
             continue
+        assert {name: domain["prompts"] for name, domain in cell["domains"].items()} == {"a": 3, "b": 3}
+        assert (cell["acceptance_length"] > 1) is (system == "ragged")
+        assert cell["acceptance_length"] == pytest.approx(cell["statistics"]["committed_per_round"], abs=0.2)
         assert cell["statistics"]["tokens"] == 6 * 8
         assert (cell["statistics"]["drafted"] > 0) is (system == "ragged")
+
+
+def test_several_temperatures_beside_plain_decoding_in_one_run(folder: Path) -> None:
+    models = ("llama-target", "--draft", "ngram", "--prompts", "prompts.jsonl", "--dtype", "float32")
+    grid = ("--policy", "ragged", "--batch-size", "3", "--repeats", "1", "--temperatures", "0", "--temperatures", "1")
+    few = ("--max-tokens", "8", "--threads", "1", "--output", "warm.json")
+    command = [sys.executable, "-m", "bench.offline", *models, *grid, *few]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=500)
+    result: dict[str, Any] = json.loads((folder / "warm.json").read_text())
+    cells = {(cell["point"]["system"], cell["point"]["temperature"]) for cell in result["cells"]}
+    assert cells == {(system, temperature) for system in ("plain", "ragged") for temperature in (0.0, 1.0)}
+    assert {cell["exact_match"] for cell in result["cells"]} == {1.0}
+    assert all(cell["ratio_to_plain"] is not None for cell in result["cells"])

@@ -101,6 +101,14 @@ def test_speculation_can_be_turned_off(gateways: Gateways, ask: Ask) -> None:
     assert (answer.usage.drafted, answer.usage.accepted) == (0, 0)
 
 
+@pytest.mark.parametrize("proposer", ["draft", "lookup", "none"])
+def test_a_request_can_name_who_proposes(gateways: Gateways, ask: Ask, proposer: str) -> None:
+    """The text is the same. No target here looks up."""
+    answer = ask(PROMPT, max_tokens=30, draft_length=3, proposer=proposer)
+    assert answer.choices == [expected(gateways, encoded(gateways), 30)]
+    assert (answer.usage.drafted > 0) == (proposer == "draft")
+
+
 def test_echo(gateways: Gateways, ask: Ask) -> None:
     """Stop strings are not looked for in the prompt."""
     [choice] = ask(PROMPT, max_tokens=5, echo=True, stop=[PROMPT[:4]]).choices

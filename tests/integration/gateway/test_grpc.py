@@ -143,6 +143,7 @@ BAD = [
         "structured_outputs",
         FAULT,
     ),
+    (pb.GenerateRequest(text="a", proposer="head"), "proposer", "is 'head', must be one of draft, lookup, none"),
     (pb.GenerateRequest(text="a", top_logprobs=99), "top_logprobs", "is 99, must be between 0 and 20"),
     (pb.GenerateRequest(chat=pb.Chat()), "messages", "messages has 0 entries"),
     (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x")])), "messages", "role 'x'"),

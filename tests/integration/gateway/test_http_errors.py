@@ -83,6 +83,7 @@ BAD_COMPLETIONS: Bad = [
     ({"spool": {"draft_length": 10**18}}, "spool.draft_length", "must be between 0 and 2147483647"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty", "is 1e-300, must be between 0.01 and 100"),
     ({"spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
+    ({"spool": {"proposer": "head"}}, "spool.proposer", "proposer is 'head', must be 'draft', 'lookup' or 'none'"),
     ({"spool": {"speed": 2}}, "spool.speed", "not a known field"),
     ({"unknown": 2}, "unknown", "unknown is not a known field$"),
     ({"max_token": 2}, "max_token", r"max_token is not a known field, did you mean max_tokens\?$"),

@@ -95,6 +95,9 @@ async def test_proposals_that_were_there_before_they_were_asked_for_are_counted(
             status = await scheduler_pb2_grpc.SchedulerStub(channel).Status(scheduler_pb2.StatusRequest())
         assert status.speculation.proposals_ahead == found.proposals_ahead
         assert status.speculation.hidden_seconds == found.hidden_seconds
+        (source,) = status.speculation.sources
+        assert source.source == worker_pb2.PROPOSAL_SOURCE_DRAFT
+        assert (source.draft_tokens, source.accepted_tokens) == (found.drafted, found.accepted)
 
 
 async def test_a_draft_worker_that_leaves_hands_its_targets_over_first() -> None:

@@ -255,6 +255,9 @@ def test_speculation_is_what_clients_were_told_and_what_the_target_did(outcome: 
     drafted = sum(draft.drafted for draft in verified)
     assert figure(metrics, "spec_decode_num_draft_tokens_total") == tally.drafted == drafted
     assert figure(metrics, "spec_decode_num_accepted_tokens_total") == tally.accepted == sum(kept)
+    # The draft worker alone proposes here.
+    assert told(metrics, "draft_tokens_by_source_total") == {"draft": drafted}
+    assert told(metrics, "accepted_tokens_by_source_total") == {"draft": tally.accepted}
     positions = Counter(str(position) for length in kept for position in range(length))
     assert told(metrics, "spec_decode_num_accepted_tokens_per_pos_total") == positions
     assert figure(metrics, "spec_decode_accepted_length_sum") == tally.accepted

@@ -154,7 +154,7 @@ class WatchedCore(SchedulerCore):
                 self._lengths[row.sequence_id] + _foreseen(row) >= len(request.prompt) + request.max_tokens
                 for row in step.rows
                 for request in [self._requests[row.sequence_id]]
-                if row.sample and (row.verify or row.draft_length)
+                if row.sample and (row.verify or row.asks)
             ),
             "goes to a draft worker": spec.role is Role.DRAFT,
             "goes on with other bits": any(
@@ -290,4 +290,4 @@ class WatchedCore(SchedulerCore):
 
 def _foreseen(row: Row) -> int:
     """Tokens behind the committed ones where all that the row verifies, or has proposed, is right."""
-    return max(row.follows + row.verify, 1 + row.draft_length if row.draft_length else 0)
+    return max(row.follows + row.verify, 1 + row.asks if row.asks else 0)

@@ -24,7 +24,7 @@ def refusal(commands: list[object]) -> RefuseSequence:
 
 def test_faulty_requests_are_refused() -> None:
     driver = pair()
-    for faulty in ({"prompt_length": 0}, {"max_tokens": 0}, {"draft_length": -1}):
+    for faulty in ({"prompt_length": 0}, {"max_tokens": 0}, {"draft_length": -1}, {"proposer": "head"}):
         assert refusal(driver.submit(1, **faulty)).cause is RefusalCause.INVALID
     driver.submit(1)
     twice = refusal(driver.submit(1))

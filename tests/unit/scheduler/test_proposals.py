@@ -8,6 +8,7 @@ from spool.scheduler.config import Policy
 from spool.scheduler.messages import (
     DraftingReport,
     EmitTokens,
+    ProposalSource,
     Role,
     Row,
     RowResult,
@@ -76,6 +77,24 @@ def test_nothing_is_asked_for_where_nobody_proposes_or_no_draft_is_wanted(policy
     driver.submit(1, draft_length=0 if drafts else 4)
     check_to_the_end(driver, 1)
     assert not any(row.verify or row.draft_length for step in of_type(driver.log, SendStep) for row in step.rows)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_only_whom_a_request_names_is_asked(policy: Policy) -> None:
+    driver = cell("head", draft_length=3, policy=policy)
+    for sequence_id, proposer in enumerate(("", "draft", "lookup", "none")):
+        driver.submit(sequence_id, max_tokens=60, proposer=proposer)
+    driver.workers["target"].found = 1.0
+    check_to_the_end(driver, 0, 1, 2, 3)
+    sources = [
+        {one.source for one in of_type(driver.log, EmitTokens) if one.sequence_id == number and one.drafted}
+        for number in range(4)
+    ]
+    if policy is not Policy.AUTO:
+        assert sources == [{ProposalSource.LOOKUP}, {ProposalSource.DRAFT}, {ProposalSource.LOOKUP}, set()]
+    assert sources[1] <= {ProposalSource.DRAFT}
+    assert sources[2] <= {ProposalSource.LOOKUP}
+    assert not sources[3]
 
 
 @pytest.mark.parametrize("policy", list(Policy))

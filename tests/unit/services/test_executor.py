@@ -13,7 +13,7 @@ from spool.engine.drafting.sequence import SequenceDrafting
 from spool.engine.errors import DeviceLostError
 from spool.engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from spool.protos import worker_pb2
-from spool.scheduler.messages import DraftingReport, Row, RowResult, RowStatus, SendStep
+from spool.scheduler.messages import DraftingReport, ProposalSource, Row, RowResult, RowStatus, SendStep
 from spool.scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from spool.services.rpc.worker_codec import results_from_wire
 from spool.services.worker.executor import StepExecutor
@@ -22,6 +22,7 @@ from tests.support.stand_in_worker import (
     MAX_LENGTH,
     ROW_FAILS,
     STEP_FAILS,
+    TOKENS,
     VOCABULARY,
     StandInEngine,
     continuation,
@@ -290,6 +291,28 @@ def test_rows_verify_what_was_proposed_behind_the_reply() -> None:
     (third,) = target.step(following=follows)
     assert (third.tokens, third.verified, third.accepted) == (tuple(output[4:6]), 1, 1)
     assert len(oracle.offered) == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "verified", "source"),
+    [
+        ({"draft_length": 2}, 2, ProposalSource.LOOKUP),
+        ({"draft_length": 2, "lookup_length": 6}, 6, ProposalSource.LOOKUP),
+        ({"lookup_length": 6}, 6, ProposalSource.LOOKUP),
+        ({"draft_length": 3, "lookup_length": 0}, 3, ProposalSource.DRAFT),
+    ],
+)
+def test_what_lookup_finds_has_its_own_length_and_the_answer_tells_who_proposed(
+    lengths: dict[str, int], verified: int, source: ProposalSource
+) -> None:
+    """By default that of the draft, which proposes where nothing is to be looked up."""
+    target = Conversation(StepExecutor(StandInEngine(), EPOCH, proposer=Proposers(Lookup(1), Oracle())))
+    # What is sampled stands in the prompt.
+    prompt = next([a, b, 9] for b in TOKENS for a in TOKENS if continuation([a, b, 9], 1) == [a])
+    parameters = worker_pb2.SequenceParameters(prompt_length=len(prompt))
+    (first,) = target.step(row(1, prompt, 0, parameters=parameters, sample=True, **lengths))
+    (second,) = target.step(row(1, [*prompt, *first.tokens], len(prompt), sample=True, verify=8))
+    assert (first.source, second.verified, second.source) == (None, verified, source)
 
 
 def test_nothing_is_offered_where_nothing_can_be_verified(engine: StandInEngine) -> None:

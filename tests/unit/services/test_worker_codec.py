@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spool.protos import worker_pb2
-from spool.scheduler.messages import Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
+from spool.scheduler.messages import ProposalSource, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs
 from spool.services.rpc.worker_codec import (
     answers_to_wire,
     opening_to_wire,
@@ -41,6 +41,13 @@ SCORED = TokenLogprobs(7, -0.5, ((7, -0.5), (9, -2.0)))
         pytest.param(
             [RowResult(3, RowStatus.OK, 6, 0, (5,)), RowResult(4, RowStatus.OK, 9, 0, (5, 6, 7), 2, verified=4)],
             id="sampled",
+        ),
+        pytest.param(
+            [
+                RowResult(place, RowStatus.OK, 7, 0, (5, 6), 1, verified=1, source=source)
+                for place, source in enumerate((None, *ProposalSource))
+            ],
+            id="proposed by all who can",
         ),
         pytest.param(
             [RowResult(3, RowStatus.OK, 6, 2**59 + 1, reused=4), RowResult(4, RowStatus.OK, 6, 0, (8,))], id="a prefill"
@@ -87,6 +94,8 @@ def test_no_message_goes_for_a_row_that_has_only_given_tokens() -> None:
         ({"statuses": [1, 99]}, "row_status is 99"),
         ({"prefix_digests": [1, 2, 3]}, "prefix_digests holds 3 entries, must hold 2"),
         ({"verified": [1]}, "verified holds 1 entries, must hold 2"),
+        ({"sources": [1]}, "sources holds 1 entries, must hold 2"),
+        ({"sources": [1, 9]}, "proposal_source is 9"),
         ({"reused": [1]}, "reused holds 1 entries, must hold 2"),
         ({"logits_digests": [1, 2]}, "logits_digests holds 2 entries, must hold 3"),
         ({"details": [{"row": 2}]}, "details are of row 2, must be above -1 and below 2"),
@@ -116,6 +125,16 @@ def test_a_step_says_how_much_each_row_verifies_and_proposes() -> None:
     assert list(request.following.draft_lengths) == [1, 0]
     assert request.grant == grant
     assert request.wait_seconds == 0.25
+
+
+def test_where_lookup_finds_something_a_row_may_ask_for_another_number_of_tokens() -> None:
+    """It says so where that differs, which workers of protocol version 21 do not heed."""
+    rows = (row(3, draft_length=2, lookup_length=0), row(4, draft_length=2), following(5, draft_length=1))
+    request = step_to_wire(SendStep("t0", 5, rows), 70, 80)
+    assert [one.lookup_length if one.HasField("lookup_length") else None for one in request.rows] == [0, None]
+    assert list(request.following.lookup_lengths) == []
+    rows = (following(5, draft_length=1), following(6, draft_length=1, lookup_length=8))
+    assert list(step_to_wire(SendStep("t0", 5, rows), 70, 80).following.lookup_lengths) == [1, 8]
 
 
 @pytest.mark.parametrize(
