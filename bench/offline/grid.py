@@ -67,6 +67,9 @@ class BenchSettings(Section):
     )
     prompts: Path | None = described(None, "JSON lines as for `spool generate`. Unset: a few built-in ones.")
     count: int | None = described(None, "Take N evenly spaced ones. Unset: all.", ge=1)
+    seen_before: bool = described(
+        False, "Decode all prompts once before each measurement, sampled ones with other seeds: as rollouts do."
+    )
     repeats: int = described(3, "Measurements of each cell.", ge=1, le=1000)
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the result.")] = Path(
         "bench-offline.json"

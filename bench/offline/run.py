@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shlex
 import sys
@@ -135,7 +136,7 @@ class _Run:
     async def _measure(self, point: GridPoint, repeat: int | None, cell: Cell, peers: Peers) -> None:
         """Without `repeat` only for the output, with which the output of other cells is compared."""
         if point.system.is_spool:
-            outputs, found = await self._measure_spool(point, cell)
+            outputs, found = await self._measure_spool(point, repeat, cell)
         else:
             outputs, seconds = await asyncio.to_thread(peers.measure, point)
             found = Measurement(point, 0, sum(map(len, outputs)), seconds, 0.0, [])
@@ -151,13 +152,24 @@ class _Run:
         self.settings.output.write_text(json.dumps(self.result(), indent=2) + "\n", encoding="utf-8")
         say(f"{point}, repeat {repeat + 1}: {found.tokens_per_second:.1f} tokens/s, same output {match:.1%}")
 
-    async def _measure_spool(self, point: GridPoint, cell: Cell) -> tuple[list[list[int]], Measurement]:
+    async def _measure_spool(
+        self, point: GridPoint, repeat: int | None, cell: Cell
+    ) -> tuple[list[list[int]], Measurement]:
         completions = [Completion() for _ in self.jobs]
         sampling = self.sampling.model_copy(update={"temperature": point.temperature})
-        jobs = [replace(job, sampling=sampling.parameters(job.prompt.index)) for job in self.jobs]
+        # Nothing is known of what other cells have decoded.
+        scope = hashlib.sha256(f"{point}, {repeat}".encode()).digest()
+        jobs, before = (
+            [
+                replace(job, sampling=sampling.parameters(first + job.prompt.index), cache_scope=scope)
+                for job in self.jobs
+            ]
+            for first in (0, len(self.jobs))
+        )
         # The scheduler warms up too: it learns what steps cost, what is accepted and how long outputs are.
         warm_up = [
-            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs[: 2 * point.batch_size]
+            replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS), cache_scope=b"")
+            for job in jobs[: 2 * point.batch_size]
         ]
         plan = DecodingPlan(
             title=str(point),
@@ -166,6 +178,8 @@ class _Run:
             drafting=point.system.drafts,
             warm_up=warm_up,
         )
+        if self.settings.seen_before:
+            await decode(cell, replace(plan, title=f"{point}, before"), before, self.reporter, lambda *_: None)
         found = await decode(cell, plan, jobs, self.reporter, completions.__setitem__)
         if found.workers_lost:
             raise RunError(f"a worker died while {point} was measured")

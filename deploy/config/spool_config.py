@@ -133,7 +133,7 @@ class SpoolConfig(Section):
         name, draft, ranks = self.models.draft_name, self.groups.draft, self.engine.tensor_parallel_size
         if not self.drafts_inside and self.draft_head is None:
             return
-        why = "models.draft_in is targets" if self.drafts_inside else f"{name} is a drafting head"
+        why = "models.draft_in is targets" if self.models.draft_in == "targets" else f"{name} is a drafting head"
         for field in ("replicas", "autoscaling"):
             if getattr(draft, field) != getattr(WorkerGroup(), field):
                 yield f"groups.draft.{field} is set, must be unset: {why}, so that the targets' workers draft"

@@ -30,12 +30,13 @@ _SECONDS_BETWEEN_LOOKS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence to decode."""
+    """One sequence to decode. It shares KV and texts with sequences of its `cache_scope`, empty or 32 bytes."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParameters
+    cache_scope: bytes = b""
 
 
 @dataclass(slots=True)
@@ -167,6 +168,7 @@ async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job, pass
             stop_token_ids=plan.stop_token_ids,
             sampling=job.sampling,
             logits_digests=plan.logits_digests,
+            cache_scope=job.cache_scope,
         )
         async with stream:
             async for delta in stream:
