@@ -284,6 +284,27 @@ def test_drafts_inside_targets_have_no_workers(file: Path, content: str, expecte
     assert load_configuration(file, ["models.draft=ngram", "models.draft_kind=auto"]).roles == (Role.TARGET,)
 
 
+@pytest.mark.parametrize(
+    ("content", "head", "inside"),
+    [
+        ("", "demo-head", False),
+        ("models: {draft_in: targets}", "demo-head", False),
+        ("models: {draft_kind: model}", None, True),
+        ("models: {draft_in: workers}", None, False),
+        ("groups: {draft: {replicas: 2}}", None, False),
+        ("models: {target: a/b, draft: demo}", None, True),
+        ("models: {draft: ngram}", None, False),
+    ],
+)
+def test_the_demo_drafts_with_a_head_unless_it_has_workers(
+    file: Path, content: str, head: str | None, inside: bool
+) -> None:
+    file.write_text(content)
+    config = load_configuration(file)
+    assert (config.draft_head, config.drafts_inside) == (head, inside)
+    assert config.engine_of(Role.TARGET, "cpu").draft_head == head
+
+
 def test_fields_without_effect_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("models: {draft: ngram}\ngroups: {draft: {replicas: 2, autoscaling: {}}}")
     for words in (["config", "show", str(file)], ["config", "render", str(file)]):
