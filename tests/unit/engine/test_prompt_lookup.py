@@ -61,7 +61,7 @@ def test_what_was_sampled_counts_and_is_replaced_where_another_token_is_committe
     for digest in range(1, 300):
         sampled, count = rng.randrange(3), rng.randrange(5)
         row = VerifyRow(PageTable(), history[-1:], (), True, history, 1, SamplingParameters())
-        row.draft_length, row.drafting = count, drafting
+        row.lookup_length, row.drafting = count, drafting
         lookup.offer([row], [RowOutcome([sampled])], [digest])
         (proposal,) = lookup.take([Asked(drafting, digest, count)], 0.0)
         assert list(proposal) == (searched([*history, sampled], count, 2, 32) if count else [])
@@ -80,7 +80,7 @@ def test_the_longer_match_counts_and_of_equal_ones_that_in_the_sequence() -> Non
 
     def proposed(history: list[int], sampled: int, scope: bytes = b"", digest: int = 1) -> list[int]:
         row = VerifyRow(PageTable(), history[-1:], (), True, history, 1, SamplingParameters())
-        row.draft_length, row.drafting = 3, SequenceDrafting(cache_scope=scope)
+        row.lookup_length, row.drafting = 3, SequenceDrafting(cache_scope=scope)
         lookup.remember([row])
         lookup.offer([row], [RowOutcome([sampled])], [digest])
         (found,) = lookup.take([Asked(row.drafting, digest, 3)], 0.0)
