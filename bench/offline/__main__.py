@@ -25,9 +25,10 @@ _SHARED = {name: paths for name, paths in DECODING.items() if name not in _OWN}
 def offline(given: list[GivenValue], settings: BenchSettings, sampling: SamplingSettings) -> int:
     """Decodes prompts with several policies, batch sizes and draft lengths in turn, and compares with plain decoding.
 
-    Batches and memory are those of `spool generate`; every measurement computes everything.
+    Batches and memory are those of `spool generate`; every measurement computes everything, unless its prompts are to
+    have been seen before.
     """
-    return bench_offline(configured(given, compares=True), settings, sampling)
+    return bench_offline(configured(given, compares=not settings.seen_before), settings, sampling)
 
 
 if __name__ == "__main__":
