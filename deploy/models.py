@@ -18,7 +18,7 @@ from spool.engine.errors import GpuMemoryError, TokenizerError, UnsupportedModel
 from spool.engine.models.drafting_head import MTP
 from spool.engine.models.fetching import fetch_model
 from spool.engine.models.memory_plan import plan_memory
-from spool.engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
+from spool.engine.models.source import DEMO_HEAD, ModelNotFoundError, longest_sequence, resolve_model
 from spool.engine.settings import EngineSettings
 from spool.scheduler.messages import Role
 from spool.services.gateway.settings import not_followed
@@ -92,9 +92,11 @@ def fetch_models(
     names: Sequence[str], dtype: str, quantization: str, kv_cache_dtype: str, gpu_memory: float | None
 ) -> None:
     """Makes models ready, and says where they are and what they take of a CPU's memory, or of `gpu_memory` GiB of a GPU
-    that they share; the demo is a pair. Raises `UsageError` and `RunError`."""
+    that they share; the demo is a pair and a head. Raises `UsageError` and `RunError`."""
     workers = []
     for name in names:
+        if name == DEMO:
+            say(f"{name} head: {fetch(DEMO_HEAD, Role.DRAFT, Reporter())}")
         for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
             folder = fetch(name, role, Reporter())
             say(f"{name} {role.value}: {folder}")
