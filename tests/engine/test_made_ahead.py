@@ -34,7 +34,9 @@ def model_on_kernels(kind: str) -> LoadedModel:
     from spool.engine.cuda.triton_attention import TritonBackend
     from spool.engine.cuda.triton_product import TritonLinear
 
-    model = tiny_model(kind).to(torch.float16)
+    # GPT-NeoX has as many KV heads as query heads, of which its configurations say nothing.
+    changes = {"num_key_value_heads": 4} if kind == "gpt_neox" else {}
+    model = tiny_model(kind, **changes).to(torch.float16)
     model.set_attn_implementation(ATTENTION_NAME)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     gpu = GpuPasses("", lambda page: TritonBackend(*heads, page, CPU, wide_from=1.0), None, TritonLinear)
