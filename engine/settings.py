@@ -50,7 +50,7 @@ class EngineSettings:
     proposed: by a target itself, alone (its own draft is "ngram" then) or before its head or the draft inside it is
     asked; by a draft worker, before its model is. `inside_draft` has none of its own. A target also looks in earlier
     texts of the same cache scope, of which it keeps as many as `lookup_memory` bytes hold (engine/drafting/
-    text_store.py); 0: none. `target`, a model, is for drafts:
+    lookup/text_store.py); 0: none. `target`, a model, is for drafts:
     rows and proposals have its token ids, which may not be the draft's own (engine/drafting/token_map.py). With
     `prefix_cache`, sequences that begin alike share the pages of what they have in common. With `cuda_graphs`, a GPU
     computes small passes as CUDA graphs. So many ranks as `tensor_parallel_size` says compute a target together;

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench.make_head.export import export, load_checkpoint, save_checkpoint
+from bench.make_head.checkpoint import load_checkpoint, save_checkpoint
 from bench.make_head.head import TrainedHead
 from bench.make_head.prompts import own_prompts
 from bench.make_head.texts import Text, digest, write_texts
@@ -34,7 +34,7 @@ from bench.make_head.training import Settings, Trainer
 from spool.deploy.errors import UsageError
 from spool.deploy.models import fetch
 from spool.deploy.progress import Reporter
-from spool.engine.demo.convert import expanded_model
+from spool.engine.demo.convert import assemble_head, expanded_model
 from spool.engine.models.draft_vocabulary import FIELD_NAME
 from spool.engine.models.source import TRAINED_HEAD
 from spool.scheduler.messages import Role
@@ -52,8 +52,6 @@ def make_head(asked: argparse.Namespace, console: Console) -> list[dict[str, Any
     folder = fetch(asked.target, Role.TARGET, Reporter())
     tokenizer = ModelTokenizer(folder)
     target = expanded_model(folder, torch.bfloat16).eval().requires_grad_(False)
-    layers = target.config.num_hidden_layers
-    head = TrainedHead(target, asked.feature_layers or [2, layers // 2, layers - 3])
 
     def written(number: int) -> list[Text]:
         here = asked.checkpoint / f"part-{number}"
@@ -68,11 +66,14 @@ def make_head(asked: argparse.Namespace, console: Console) -> list[dict[str, Any
 
     records: list[dict[str, Any]] = []
     if (asked.checkpoint / TRAINED_HEAD).exists():
-        records, vocabulary = load_checkpoint(head, asked.checkpoint)
-    elif asked.vocabulary_of is not None:
-        vocabulary = json.loads(asked.vocabulary_of.read_text())[FIELD_NAME]
+        head, records, vocabulary = load_checkpoint(target, asked.checkpoint)
     else:
-        vocabulary = frequent_tokens(written(asked.parts[0]), asked.vocabulary)
+        layers = target.config.num_hidden_layers
+        head = TrainedHead(target, asked.feature_layers or [2, layers // 2, layers - 3])
+        if asked.vocabulary_of is not None:
+            vocabulary = json.loads(asked.vocabulary_of.read_text())[FIELD_NAME]
+        else:
+            vocabulary = frequent_tokens(written(asked.parts[0]), asked.vocabulary)
     settings = Settings(learning_rate=asked.learning_rate, epochs=asked.epochs)
     trainer = Trainer(target, head, vocabulary)
     held_out = written(_HELD_OUT)
@@ -95,7 +96,7 @@ def make_head(asked: argparse.Namespace, console: Console) -> list[dict[str, Any
         if not asked.keep_texts:
             shutil.rmtree(asked.checkpoint / f"part-{number}")
     if asked.output is not None:
-        export(folder, asked.checkpoint, asked.output)
+        assemble_head(folder, asked.output, asked.checkpoint)
     return records
 
 
@@ -117,7 +118,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=_PROMPTS, help="prompts of a part")
     parser.add_argument("--epochs", type=int, default=Settings().epochs)
     parser.add_argument("--learning-rate", type=float, default=Settings().learning_rate)
-    parser.add_argument("--feature-layers", type=int, nargs=3, help="of the target, whose inputs the head reads")
+    parser.add_argument("--feature-layers", type=int, nargs=3, help="of the target, whose inputs a new head reads")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that the head may propose")
     parser.add_argument("--vocabulary-of", type=Path, help="draft_vocabulary.json of another draft, in their place")
     parser.add_argument("--keep-texts", action="store_true")

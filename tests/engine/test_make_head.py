@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.make_head.export import export, load_checkpoint, save_checkpoint
+from bench.make_head.checkpoint import load_checkpoint, save_checkpoint
 from bench.make_head.head import TrainedHead
 from bench.make_head.prompts import own_prompts
 from bench.make_head.texts import Text, digest, write_texts
 from bench.make_head.training import PASSES, Settings, Trainer
-from spool.engine.demo.convert import expanded_model
+from spool.engine.demo.convert import assemble_head, expanded_model
 from spool.engine.models.drafting_head import head_architecture
 from spool.services.text.tokenizer import ModelTokenizer
 from tests.support.decoding import generated
@@ -58,9 +58,9 @@ def test_it_learns_and_is_exported_as_heads_are_published(target: Path, tmp_path
 
     records = [{"part": 1, "digest": digest(texts)}]
     save_checkpoint(trainer.head, records, VOCABULARY, tmp_path / "checkpoint")
-    again = TrainedHead(expanded_model(target, torch.float32), LAYERS)
-    assert load_checkpoint(again, tmp_path / "checkpoint") == (records, VOCABULARY)
-    export(target, tmp_path / "checkpoint", tmp_path / "head")
+    again, *known_of_it = load_checkpoint(expanded_model(target, torch.float32), tmp_path / "checkpoint")
+    assert (again.feature_layers, *known_of_it) == (LAYERS, records, VOCABULARY)
+    assemble_head(target, tmp_path / "head", tmp_path / "checkpoint")
     assert head_architecture(tmp_path / "head") == "LlamaForCausalLMEagle3"
     # What it is when it is served: every token of the proposal, as the head is chained.
     reference = ReferenceEagle(tmp_path / "head", expanded_model(target, torch.float32))
